@@ -12,11 +12,25 @@
 #
 # **How is one Transformer trained by many machines?**
 #
-# This file is the answer in small, with NumPy and mpi4py only. Each part is checked as soon as it is written, most of
-# them against one device, and most again with the library, bit for bit. The other chapters explain each part, count its
-# bytes and measure its time. Run it as `mpirun -n 8 python chapters/00_in_one_file.py`, on any number of ranks. A rank
-# is one process; think of one GPU. Letters: $p$ ranks, of which this one is $r$; $B$ samples of $T$ tokens, $N = B T$;
-# $h$ elements per token, $L$ layers, $a$ heads, $V$ words in the vocabulary, $\Psi$ parameters, $m$ microbatches.
+# Eight devices train one GPT. They can divide the samples, the optimizer's memory, the matrices or the layers. Each way
+# takes 10 to 90 lines of NumPy and mpi4py, and all of them stand in this file. The result stays the same: after five
+# steps on eight devices, data parallelism and ZeRO agree in all 417,408 parameters to the last bit. And yet with ZeRO
+# each device keeps only 834,816 of the optimizer's 6,678,528 bytes. At the end of this chapter you can say of each
+# strategy what it divides, what it sends, and when.
+#
+# ![What each of eight devices holds under nine strategies, and what it sends](../visualize/gallery/strategies.png)
+#
+# *The whole course in one picture. A strip of eight full boxes says that every device has a copy. A staircase says that
+# each device has its own eighth.*
+#
+# What a device does not hold, it must be sent: the right part of the picture says what. This file builds five of the
+# rows: one device (0.1 to 0.3), data parallelism (0.6), ZeRO 1 (0.7), tensor parallelism (0.8) and a pipeline (0.9).
+# Each part is checked as soon as it is written, and most are compared with the library at the end, bit for bit. The
+# other chapters explain each part, count its bytes and measure its time. They show the picture again, with their rows
+# marked.
+#
+# Before you read on, predict: ZeRO 1 keeps an eighth of the optimizer's memory on each device. Does it send more bytes
+# than data parallelism, as many, or fewer? Section 0.7 has the answer.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -32,8 +46,8 @@ import numpy as np
 from mpi4py import MPI
 
 world = MPI.COMM_WORLD
-r = world.rank
-p = world.size
+r = world.rank  # this rank: a rank is one process; think of one GPU
+p = world.size  # the number of ranks
 
 
 def say(text):
@@ -54,6 +68,8 @@ def same_on_all_ranks(array):
 
 # %% [markdown]
 # ## 0.1 A tensor that knows what it was computed from
+#
+# *Core, 4 minutes.*
 #
 # A `Tensor` keeps its inputs, and for each input the function from the result's gradient to its own. Tensors are
 # numbered as they are made, so a tensor's users have larger numbers than itself. Backward goes from large numbers to
@@ -106,8 +122,10 @@ def operation(rule):
 # %% [markdown]
 # ## 0.2 Seven operations
 #
-# A GPT needs seven operations. Each computes its result, and states below it the gradient of every input. $N = B T$
-# tokens stand side by side as rows.
+# *Core, 8 minutes; the formulas are derived in chapters 1 and 2.*
+#
+# A GPT needs seven operations. Each computes its result, and states below it the gradient of every input. $B$ samples
+# of $T$ tokens are $N = B T$ rows, one below the other, of $h$ elements each.
 
 
 # %%
@@ -226,9 +244,11 @@ def cross_entropy_sum(logits, targets):
 # %% [markdown]
 # ## 0.3 A GPT
 #
+# *Core, 5 minutes.*
+#
 # GPT-2 with as many heads and layers as ranks, and with GPT-2's names. All parameters are views of one array, `flat`,
-# on which collectives and optimizers work. The output head has the values of the token embedding `wte` and a gradient
-# of its own, which is added to that of `wte` in the end.
+# on which collectives and optimizers work. The output head has the same values as the token embedding `wte`, and a
+# gradient of its own. In the end the two gradients are added.
 
 # %%
 V = 256  # words in the vocabulary: bytes
@@ -312,8 +332,8 @@ class GPT:
 
 
 # %% [markdown]
-# One device computes the gradient that all strategies below have to equal. The first check is one of calculus: a small
-# step along a random direction changes the loss as the gradient says.
+# One device computes the gradient that all strategies below have to equal. The first check needs no second program: a
+# small step along a random direction must change the loss as the gradient says.
 
 
 # %%
@@ -351,8 +371,10 @@ say(f"{Psi:,} parameters, loss {loss:.3f}, slope {slope:.6f}, by backward {truth
 # %% [markdown]
 # ## 0.4 Four ways to share the work
 #
+# *Core, 2 minutes.*
+#
 # A training step has samples, parameters, and two means that Adam keeps for each parameter. Every strategy cuts one of
-# them. What a rank does not hold, it has to be sent, and the rest of this file is about what is sent when.
+# them. The rest of this file is about what is then sent, and when.
 #
 # ![What each of four ranks holds under four strategies](../visualize/gallery/four_strategies.png)
 #
@@ -361,9 +383,17 @@ say(f"{Psi:,} parameters, loss {loss:.3f}, slope {slope:.6f}, by backward {truth
 # %% [markdown]
 # ## 0.5 A ring all-reduce
 #
-# Cut each rank's array into $p$ chunks. The sum of chunk $c$ starts on rank $c+1$ and travels around the ring to rank
-# $c$; each rank adds its part. That is a *reduce-scatter*. In $p-1$ more steps the finished chunks travel around: an
-# *all-gather*. Each rank sends $2\frac{p-1}{p}$ of the array, and in total no algorithm sends less.
+# *Core, 6 minutes.*
+#
+# Every rank has an array, and all need the sum. Each of the $p$ ranks cuts its array into $p$ chunks. The sum of chunk
+# $c$ starts on rank $c+1$ and travels around the ring to rank $c$. Each rank on the way adds its part. That is a
+# *reduce-scatter*: rank $r$ has chunk $r$ of the sum. In $p-1$ more steps the finished chunks travel around the ring,
+# an *all-gather*. Each rank sends $2\frac{p-1}{p}$ of the array. No algorithm sends less in total (chapter 3).
+#
+# ![Four ranks in a ring send one chunk per round](../visualize/gallery/ring_all_reduce.gif)
+#
+# *Four ranks in a ring. Each sends one chunk per round to its right neighbour. For half of the rounds it adds what
+# arrives, for the other half it copies.*
 
 # %%
 right = (r + 1) % p
@@ -418,8 +448,11 @@ say("all ranks have the same bits, and MPI's sum within rounding")
 # %% [markdown]
 # ## 0.6 Data parallelism
 #
-# The loss is a sum over tokens divided by the tokens of the *global* batch, so the gradients of its parts add up. Every
-# rank takes $1/p$ of the samples, and after one all-reduce all take the same step.
+# *Core, 4 minutes.*
+#
+# The loss is a sum over tokens, divided by the number of tokens of the *global* batch. So the gradients of its parts
+# add up. Every rank takes $1/p$ of the samples. After one all-reduce all ranks have the same gradient and take the same
+# step.
 
 
 # %%
@@ -465,9 +498,12 @@ say("\n0.6 Data parallelism\nthe gradient is one device's within rounding, and a
 # %% [markdown]
 # ## 0.7 ZeRO stage 1
 #
+# *Core, 3 minutes.*
+#
 # An all-reduce is a reduce-scatter and an all-gather. Between the two, rank $r$ has chunk $r$ of the sum. Adam works on
-# each element alone, so the rank can update chunk $r$ of the parameters, and the all-gather carries *updated
-# parameters*. The bytes sent are the same, and each rank keeps Adam's two means for $1/p$ of the parameters only.
+# each element alone, so rank $r$ can update chunk $r$ of the parameters. Then the all-gather carries *updated
+# parameters* in the place of gradients. That answers the question of the first page: ZeRO 1 sends as many bytes as data
+# parallelism. But each rank keeps Adam's two means for $1/p$ of the $\Psi$ parameters only.
 
 # %%
 model = GPT()
@@ -483,6 +519,8 @@ say(f"\n0.7 ZeRO stage 1\nthe bits of data parallelism; Adam's means take {means
 
 # %% [markdown]
 # ## 0.8 A column-parallel and a row-parallel layer
+#
+# *Core, 5 minutes.*
 #
 # The MLP is $\mathrm{gelu}(x W_1) W_2$. Cut $W_1$ into columns: each rank computes some columns of the activation, and
 # gelu works on each element alone. Cut $W_2$ into the matching rows: each rank gets a term of the result, and one
@@ -524,10 +562,17 @@ say("\n0.8 A column-parallel and a row-parallel layer\nresult and gradients are 
 # %% [markdown]
 # ## 0.9 A pipeline with the schedule 1F1B
 #
-# Rank $r$ runs block $r$; the first also embeds, the last computes the loss. The batch is cut into $m$ microbatches.
-# Forward (F) sends activations to the right, backward (B) sends gradients to the left. A rank runs a forward for each
-# rank to its right, then one forward and one backward in turn, then the backwards that are left. So it keeps the
-# activations of at most $p - r$ microbatches.
+# *Core, 8 minutes.*
+#
+# Rank $r$ runs block $r$. The first rank also embeds, and the last one computes the loss. The batch is cut into $m$
+# microbatches. A forward (F) sends activations to the right, a backward (B) sends gradients to the left. A rank runs a
+# forward for each rank to its right, then one forward and one backward in turn, then the backwards that are left. So it
+# keeps the activations of at most $p - r$ microbatches.
+#
+# ![1F1B on 8 ranks with 32 microbatches](../visualize/gallery/schedule_1f1b_8x32.png)
+#
+# *The schedule on 8 ranks, with 32 microbatches. Time runs from left to right. White is waiting: the first microbatch
+# must come down to the last rank before any gradient can come back. Below are the activations that each rank keeps.*
 
 
 # %%
@@ -620,10 +665,12 @@ for rank in range(p):
 # %% [markdown]
 # ## 0.10 The library gives the same bits
 #
+# *Deeper, 4 minutes.*
+#
 # minipar has the functions above under the same names: `all_reduce` in comm/algorithms.py, `linear` and `attention` in
 # autograd, ZeRO stage 1 in parallel/zero.py, *f* and *g* in parallel/tensor/mappings.py, 1F1B in
-# parallel/pipeline/schedules.py. It adds the cares of real use: any dtype, buckets and overlap, checkpoints, errors
-# with a remedy.
+# parallel/pipeline/schedules.py. It adds what real use needs: any dtype, buckets and overlap, checkpoints, errors with
+# a remedy.
 
 # %%
 import minipar as mp

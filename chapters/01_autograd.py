@@ -10,19 +10,13 @@
 # %% [markdown]
 # # 1. Autograd
 #
-# *How does a program compute the gradient of a program, and how do we know that the gradient is right?*
+# **How does a program compute the gradient of a program, and how do we know that the gradient is right?**
 #
-# Every later chapter divides a training step among ranks and claims that the parts together compute the same gradient.
-# So the gradient must be understood first: the formula of each operation, the order in which backward visits the
-# operations, and the moment at which a parameter's gradient is complete.
-#
-# This chapter writes a gradient engine in about 30 lines and checks it against difference quotients. It then reads the
-# library's engine, derives the gradients of softmax, cross-entropy and LayerNorm, and puts off weight gradients.
-# Nothing here is parallel: each rank (a process that `mpirun` started) computes the same thing. Chapter 2 builds a GPT.
-#
-# **Letters:** $\ell$ is the loss. An operation computes $y = f(x)$ with the Jacobian $J = \partial y / \partial x$, and
-# $g = \partial \ell / \partial y$ is the gradient that reaches it. $u$ is a random direction. $N$ rows (tokens) have
-# $h$ elements each, and a row of logits $z$ has $V$ of them.
+# A gradient engine takes thirty lines. The one of this chapter finds that a small computation has the gradient 48. Ask
+# it a second time, and the two should add up to 96. It says 162, without an error. Such mistakes are the reason for
+# this chapter: parallel training divides a step among ranks and claims that the parts compute the same gradient. So we
+# must know the formula of each operation, the order in which backward visits the operations, and the moment at which a
+# gradient is complete. At the end you can write an engine, and check any gradient with two forwards.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -30,42 +24,45 @@
 # cluster = start(8)
 
 # %%
-from chapters.support.caught import catcher
-from chapters.support.ch01 import wrong_gradients
 from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()
 say = printer(comm.rank)  # rank 0 prints and draws; every rank checks
-caught = catcher(say)  # runs a check that must fail, and prints what it says
-
-# %%
-import itertools
-from collections import Counter
-from unittest.mock import patch
-
-import numpy as np
-
-from minipar.autograd import Tensor, backward, cross_entropy_sum, defer_weight_gradients, fused
-from minipar.autograd.fused import flop_counter, gelu, layer_norm, linear
-from minipar.autograd.gradcheck import gradcheck
-from minipar.autograd.tensor import record
-
-if comm.rank == 0:  # the one that draws
-    from chapters.support.ch01.figures import plot_backward
+say(f"{comm.size} rank(s)")
+if comm.rank == 0:
+    from chapters.support.ch01 import figures
     from chapters.support.show import show, show_source
 
-random = np.random.Generator(np.random.Philox(1))
-say(f"{comm.size} rank(s)")
+    show(figures.plot_small_graph(), "01_backward")
+
+# %% [markdown]
+# Forward computes $c = (x w)(x w + x)$ from $w = 3$ and $x = 2$, from left to right. Boxes in a row are operations, in
+# the order of their numbers. Backward goes the other way. Arrows carry what each operation sends to its inputs, its
+# *contributions*, and each gradient is the sum of what arrives. As one formula $c = x^2 w^2 + x^2 w$. So
+# $\partial c / \partial x = 2 x w^2 + 2 x w = 48$ and $\partial c / \partial w = 2 x^2 w + x^2 = 28$, as in the boxes.
+#
+# $x$ receives 6 from $b$ first, and then 42 from $a$. If another rank got the gradient of $x$ after its first
+# contribution, it would get 6 instead of 48. That moment decides in [chapter 4](04_data_parallel.ipynb) when a gradient
+# may be sent. In this chapter nothing is parallel: each rank, a process that `mpirun` started, computes the same. It is
+# about the first row of the picture of [chapter 0](00_in_one_file.ipynb):
+
+# %%
+if comm.rank == 0:
+    from chapters.support.overview import draw_strategies
+
+    show(draw_strategies(["one"]), "01_here")
 
 # %% [markdown]
 # ## 1.1 An engine in 30 lines
 #
-# Backward goes through a computation from its end to its beginning. At an operation $y = f(x)$ it has the gradient
-# $g = \partial \ell / \partial y$, and by the chain rule it computes $\partial \ell / \partial x = J^\top g$, a
-# *vector-Jacobian product*. $J$ itself is never formed: for an operation on $N$ rows of $h$ elements it would have
-# $(N h)^2$ entries. Each operation has a *rule* instead, a function that computes $J^\top g$ with about the work of
-# forward:
+# *Core, 12 minutes.*
+#
+# Backward goes through a computation from its end to its beginning. Let $\ell$ be the end, the loss. At an operation
+# $y = f(x)$ it has the gradient $g = \partial \ell / \partial y$, and by the chain rule it computes
+# $\partial \ell / \partial x = J^\top g$, a *vector-Jacobian product*. $J$ itself is never formed: for an operation on
+# $N$ rows of $h$ elements it would have $(N h)^2$ entries. Each operation has a *rule* instead, a function that
+# computes $J^\top g$ with about the work of forward:
 #
 # | operation | gradient of its first input | of its second |
 # |---|---|---|
@@ -85,24 +82,32 @@ say(f"{comm.size} rank(s)")
 # such an order, a *topological order*, by a recursive search. Numbers make the search unnecessary. Each tensor gets the
 # next number when it is made, and an operation cannot use what does not exist yet:
 #
-# > Every edge leads from a tensor to one with a smaller number. So visiting the numbers from large to small visits
-# > every user before what it used.
+# > The inputs of a tensor have smaller numbers than the tensor itself. So visiting the numbers from large to small
+# > visits every user before what it used.
 #
 # Backward collects the tensors below its root, sorts them by number, and is then a plain loop.
 #
-# **Completeness.** While it collects, it counts the edges that lead to each tensor: its *uses*. Each contribution that
-# arrives takes one off. At zero the gradient is complete.
-
+# **Completeness.** While it collects, it counts how often each tensor is an input: its *uses*. Each arriving
+# contribution lowers the count by one. At zero the gradient is complete.
 
 # %%
+import itertools
+from collections import Counter
+
+import numpy as np
+
+
 class SmallTensor:
     """An array, the tensors that it was computed from, and a rule from its gradient to that of each of them."""
 
     numbers = itertools.count()
 
     def __init__(self, data, inputs=(), rules=()):
-        self.data, self.inputs, self.rules = data, inputs, rules
-        self.number, self.grad = next(self.numbers), 0.0
+        self.data = data
+        self.inputs = inputs
+        self.rules = rules
+        self.number = next(self.numbers)
+        self.grad = 0.0
 
     def __add__(a, b):
         return SmallTensor(a.data + b.data, (a, b), (lambda g: g, lambda g: g))
@@ -120,14 +125,21 @@ class SmallTensor:
     def receive(self, contribution):
         self.grad = self.grad + contribution  # a new array: the contribution may be another tensor's gradient too
 
-    def backward(self, gradient, complete=lambda tensor: None):
-        """Add up the gradient of every tensor below, and call `complete` with each whose gradient is complete."""
-        self.grad, uses, found = gradient, Counter(), [self]
+    def count_uses(self):
+        """How often each tensor below is an input."""
+        uses = Counter()
+        found = [self]
         while found:
             for x in found.pop().inputs:
                 if x not in uses:
                     found.append(x)
                 uses[x] += 1
+        return uses
+
+    def backward(self, gradient, complete=lambda tensor: None):
+        """Add up the gradient of every tensor below, and call `complete` with each whose gradient is complete."""
+        uses = self.count_uses()
+        self.grad = gradient
         for tensor in sorted([self, *uses], key=lambda tensor: tensor.number, reverse=True):
             for x, rule in zip(tensor.inputs, tensor.rules, strict=True):
                 x.receive(rule(tensor.grad))
@@ -137,12 +149,12 @@ class SmallTensor:
 
 
 # %% [markdown]
-# A small graph with values: $w = 3$, $x = 2$, $a = x w$, $b = a + x$, $c = a b$. As one formula $c = x^2 w^2 + x^2 w$,
-# so $\partial c / \partial x = 2 x w^2 + 2 x w = 48$ and $\partial c / \partial w = 2 x^2 w + x^2 = 28$. Backward must
-# find both. It visits $c$, $b$, $a$ in this order. `x` receives 6 from $b$ and then 42 from $a$.
+# The graph of the first page. Backward visits $c$, $b$, $a$ in this order, and $b$, $a$, $x$, $w$ become complete in
+# this order. A *leaf* is a tensor that nothing computed, such as a parameter: here $x$ and $w$.
 
 # %%
-w, x = SmallTensor(3.0), SmallTensor(2.0)
+w = SmallTensor(3.0)
+x = SmallTensor(2.0)
 a = x * w
 b = a + x
 c = a * b
@@ -150,21 +162,68 @@ completed = []
 c.backward(1.0, completed.append)
 assert (x.grad, w.grad, a.grad, b.grad) == (48, 28, 14, 6)
 assert completed == [b, a, x, w]
-
-if comm.rank == 0:
-    graph = {"w (a leaf)": w, "x (a leaf)": x, "a = x w": a, "b = a + x": b, "c = a b": c}
-    show(plot_backward(graph), "01_backward")
+say(f"gradient of x: {x.grad:g}, of w: {w.grad:g}")
 
 # %% [markdown]
-# *Backward of the small graph. Boxes in a row are operations, in the order of their numbers. Arrows carry the
-# contributions, and each gradient is the sum of what arrives.*
+# ### Backward a second time
 #
-# $b$, $a$, $x$, $w$ become complete in this order. A *leaf* is a tensor that nothing computed, such as a parameter.
-# The moment of its completion matters in chapter 4: a parameter's gradient may be sent to other ranks as soon as no
-# contribution is missing, while backward goes on. Sent at its first contribution, the gradient of $x$ would be 6
-# instead of 48.
-#
+# Gradients of leaves add up, because a training step may run several backwards before the optimizer uses the sum. So a
+# second `c.backward(1.0)` should leave $2 \cdot 48 = 96$ in `x.grad`. **Predict** what this engine leaves, with the
+# picture of the first page.
+
+# %%
+from chapters.support.predict import predict, reveal
+
+predict("gradient of x after a second backward", ...)  # put your answer in the place of the dots
+
+# %%
+c.backward(1.0)
+reveal("gradient of x after a second backward", x.grad, say)
+assert x.grad == 162
+if comm.rank == 0:
+    graph = {"w (a leaf)": w, "x (a leaf)": x, "a = x w": a, "b = a + x": b, "c = a b": c}
+    show(figures.plot_backward(graph), "01_second_backward")
+
+# %% [markdown]
+# *The second backward.* `b` still had the gradient 6 of the first pass. It received 6 more, and sent 12 down instead of
+# 6. The mistake grows on the way: `a` sent 102 to `x`, and not 42. The leaves must add up over several passes. What was
+# computed between them must start each pass from 0:
+
+
+# %%
+def backward_again(root, gradient):
+    """Run backward through a graph that may have been used before."""
+    for tensor in root.count_uses():
+        if tensor.inputs:
+            tensor.grad = 0.0  # a leaf keeps its gradient
+    root.backward(gradient)
+
+
+x.grad = 0.0
+w.grad = 0.0
+backward_again(c, 1.0)
+backward_again(c, 1.0)
+assert (x.grad, w.grad) == (2 * 48, 2 * 28)
+say(f"mended: {x.grad:g}")
+
+# %% [markdown]
+# PyTorch and the library do something else. Backward frees what forward has saved as it goes, so that memory falls. The
+# arrays for a second pass are gone then, and both refuse it with an error:
+
+# %%
+from chapters.support.caught import catcher
+from minipar.autograd import Tensor
+
+caught = catcher(say)  # runs a check that must fail, and prints what it says
+two = Tensor(np.array(2.0), requires_grad=True)
+square = two * two
+square.backward(np.array(1.0))
+caught("a second backward in the library", lambda: square.backward(np.array(1.0)), ValueError)
+
+# %% [markdown]
 # ## 1.2 How do we know that a backward is right?
+#
+# *Core, 8 minutes.*
 #
 # For any $u$ and $g$ the transposed matrix satisfies $\langle J^\top g, u\rangle = \langle g, J u\rangle$ ($J^\top$ is
 # also called the *adjoint* of $J$). The left side is what backward computes. The right side needs only forward: $J u$
@@ -175,23 +234,25 @@ if comm.rank == 0:
 #
 # Draw $u$ and $g$ at random. If backward is wrong by a matrix $E \ne 0$, then $g^\top E\, u = 0$ has probability 0. One
 # random direction sees every element (as long as its error weighs more than the tolerance), at the price of two
-# forwards. A check of each element alone takes two forwards for each of them. In float64 with $\varepsilon = 10^{-6}$,
-# truncation and rounding leave about $10^{-10}$.
-
+# forwards. A check of each element alone takes two forwards for each of them.
 
 # %%
-def check_adjoint(f, arrays, step=1e-6):
+random = np.random.Generator(np.random.Philox(1))
+
+
+def check_adjoint(f, arrays, step=1e-6, tolerance=1e-8, random=random):
     """Compare the two sides for f(*tensors), with random g and u; u moves all inputs at once. Returns the error."""
     inputs = [SmallTensor(array) for array in arrays]
     y = f(*inputs)
-    g, u = random.standard_normal(y.data.shape), [random.standard_normal(array.shape) for array in arrays]
+    g = random.standard_normal(y.data.shape)
+    u = [random.standard_normal(array.shape) for array in arrays]
     y.backward(g)
     by_backward = sum((tensor.grad * direction).sum() for tensor, direction in zip(inputs, u, strict=True))
     moved = [[x + sign * step * v for x, v in zip(arrays, u, strict=True)] for sign in (1, -1)]
     ahead, behind = (f(*map(SmallTensor, point)).data for point in moved)
     by_forward = (g * (ahead - behind)).sum() / (2 * step)
     error = abs(by_backward - by_forward) / max(1.0, abs(by_forward))
-    assert error < 1e-8, f"backward gives {by_backward:.9f}, the difference quotient {by_forward:.9f}"
+    assert error < tolerance, f"backward gives {by_backward:.9f}, the difference quotient {by_forward:.9f}"
     return error
 
 
@@ -207,7 +268,25 @@ arrays = [random.standard_normal(shape) for shape in ((6, 4), (4, 16), (16, 4))]
 say(f"a chain: error {check_adjoint(chain, arrays):.1e}; with a skip path: {check_adjoint(with_skip, arrays):.1e}")
 
 # %% [markdown]
+# Which step is best? Rank 0 tries all powers of ten, with the same $u$ and $g$ for each.
+
+# %%
+if comm.rank == 0:
+    steps = [10.0**power for power in range(-12, -1)]
+    errors = []
+    for step in steps:
+        same = np.random.Generator(np.random.Philox(5))
+        errors.append(check_adjoint(with_skip, arrays, step, tolerance=1.0, random=same))
+    show(figures.plot_steps(steps, errors), "01_steps")
+
+# %% [markdown]
+# A large step leaves the truncated terms, which are proportional to $\varepsilon^2$. A small step loses digits: the two
+# values of $f$ are almost equal, and their rounding errors are divided by $\varepsilon$. In float64 the error is least
+# near $10^{-5}$ or $10^{-6}$, about $10^{-10}$. A mistake in a formula is far above that for every step.
+#
 # ## 1.3 Backward without recursion
+#
+# *Deeper, 1 minute.*
 #
 # Python allows about 1000 nested calls, so a recursive search fails on the graph of a long sum. The loop does not
 # notice the length. (Rank 0 alone builds the long sum.)
@@ -223,6 +302,8 @@ if comm.rank == 0:
 # %% [markdown]
 # ## 1.4 The library's engine
 #
+# *Deeper, 12 minutes.*
+#
 # The library defines an operation as one function, too: its result and, next to it, the rule of each input. `g` is an
 # array. A rule that reads other arrays names them: `Gradient(lambda g, b: g * b, b=b)` keeps $b$ until backward, and
 # nothing else. `operation` makes a method of `Tensor` of it and undoes broadcasting: where forward repeated an input,
@@ -235,30 +316,38 @@ if comm.rank == 0:
 # %% [markdown]
 # An operation that does more is a `Function`: a class with `forward`, which calls `save_for_backward(name=array)`, and
 # `backward`, which gets these arrays by their names. Its instance is a *node* of the graph, apart from the tensor that
-# it returns. `record` runs forward and gives the node its number and, for each input, an *edge* to the node that made
-# the input, or the *leaf* that the input is. (`precision.forward` is forward; with inputs of 2 bytes it also rounds,
-# chapter 13. `hold` tells the memory ledger what is saved.)
+# it returns. `record` runs forward and gives the node its number. For each input that needs a gradient it notes where
+# the input comes from: the node that computed it, in `input_nodes`, or the leaf itself, in `input_leaves`.
+# (`precision.forward` is forward; with inputs of 2 bytes it also rounds, chapter 13. `hold` tells the memory ledger
+# what is saved.)
 
 # %%
+from minipar.autograd.tensor import record
+
 if comm.rank == 0:
     show_source(record)
 
 # %% [markdown]
-# An edge does not lead to the input's array. So an array is freed as soon as neither the program nor a node needs it.
+# Neither keeps the array of a computed input. So an array is freed as soon as neither the program nor a node needs it.
 # (NB: PyTorch's nodes are separate from tensors for the same reason.)
 #
 # The backward pass is the loop of section 1.1. `reachable` counts the uses of the leaves only: nodes need no count,
 # because their order guarantees that all users come first. `run_backward` adds two things. It empties each node after
 # its visit, `node.free()`, which frees what forward saved for it: memory falls while backward goes on. And it sends
 # contributions to leaves before those to nodes. `close_use` adds the gradient of one use. After the last one the leaf's
-# *hooks* run: functions that a strategy has registered. Data parallelism starts to send the gradient there.
+# *hooks* run: functions that a strategy has registered. Data parallelism starts to send the gradient there. Two names
+# in the listing come later: a `LazyGradient` is a weight gradient that is computed when it is needed, and `_deferral`
+# is the queue in which it waits (both 1.6).
 
 # %%
+from minipar.autograd import backward
+
 if comm.rank == 0:
     show_source(backward.reachable, backward.run_backward, backward.BackwardPass.close_use)
 
 # %%
-x, A, D = leaves = [Tensor(array, requires_grad=True) for array in arrays]
+leaves = [Tensor(array, requires_grad=True) for array in arrays]
+x, A, D = leaves
 completed = []
 for leaf in leaves:
     leaf.register_post_accumulate_grad_hook(completed.append)
@@ -272,14 +361,26 @@ assert completed == [D, x, A]
 #
 # ## 1.5 Three gradients by hand
 #
+# *Core, 12 minutes.*
+#
+# Rows of logits $z$ have $V$ elements, rows of activations $x$ have $h$.
+#
 # **Softmax.** Let $\pi = \mathrm{softmax}(z)$. From $\pi_i = e^{z_i} / \sum_j e^{z_j}$ follows
 # $\partial \pi_i / \partial z_j = \pi_i (\delta_{ij} - \pi_j)$. With $g$ the gradient of $\pi$, that of $z_j$ is
 # $\sum_i g_i \pi_i (\delta_{ij} - \pi_j)$, so the gradient of $z$ is
 #
 # $$\pi \odot \big(g - \textstyle\sum_i \pi_i g_i\big).$$
 #
-# **Cross-entropy.** The loss of a token with target $k$ is $-\log \pi_k = \log \sum_j e^{z_j} - z_k$. Its gradient is
-# $\pi - e_k$, where $e_k$ is 1 at the target and 0 elsewhere. To compute the loss safely, subtract the row's maximum
+# **Cross-entropy.** The loss of a token with target $k$ is $-\log \pi_k = \log \sum_j e^{z_j} - z_k$. The first term
+# has the derivative $\partial \log \sum_j e^{z_j} / \partial z_i = e^{z_i} / \sum_j e^{z_j} = \pi_i$, the second 1 at
+# $i = k$ and 0 elsewhere, which we write as the vector $e_k$. So the gradient of $z$ is
+#
+# $$\pi - e_k .$$
+#
+# A token may have no target, such as padding or a prompt that is not to be learned. Its target is then -100, by
+# PyTorch's convention. Its loss is 0, its row of the gradient is 0, and the mean is taken over the tokens that count.
+#
+# To compute the loss safely, subtract the row's maximum
 # $\hat z$ from all logits first: $\log \sum_j e^{z_j - \hat z} - (z_k - \hat z)$ is the same value, and no term of the
 # sum is above 1. Without that, $e^z$ overflows in float32 from $z = 89$ on.
 #
@@ -289,15 +390,17 @@ assert completed == [D, x, A]
 # $$\tilde x = x - \bar x, \qquad \rho = \big(\overline{\tilde x^2} + \epsilon\big)^{-1/2}, \qquad
 # \hat x = \rho\, \tilde x, \qquad y = \hat x \odot \mathrm{gain} + \mathrm{bias} .$$
 #
-# The gradient of $\hat x$ is $\hat g = g \odot \mathrm{gain}$. $x$ receives it on three paths: directly, through
-# $\rho$, and through $\bar x$, on which $\tilde x$ depends.
+# The gradient of $\hat x$ is $\hat g = g \odot \mathrm{gain}$. From $\hat x$ back to $x$ there are three paths. Think
+# of $\tilde x$, $\rho$ and $\bar x$ as tensors of a graph, as in 1.1:
 #
 # - Directly: $\hat x$ is $\rho$ times $\tilde x$, so $\tilde x$ receives $\rho\, \hat g$.
-# - Through $\rho$: it receives $\sum_i \hat g_i \tilde x_i = h\, \overline{\hat g \hat x} / \rho$. With
-#   $\partial \rho / \partial \tilde x_i = -\rho^3 \tilde x_i / h$, $\tilde x$ receives
-#   $-\rho^2 \tilde x\; \overline{\hat g \hat x} = -\rho\, \hat x\, \overline{\hat g \hat x}$.
-# - Through $\bar x$: $x$ receives what $\tilde x$ has received, less its mean. The mean of what came directly is
-#   $\rho\, \bar{\hat g}$. That of what came through $\rho$ is 0, because $\hat x$ has the mean 0.
+# - Through $\rho$: $\rho$ receives $\sum_i \hat g_i \tilde x_i$. From $\rho$ back to $\tilde x$ the factor is
+#   $\partial \rho / \partial \tilde x_i = -\rho^3 \tilde x_i / h$. So $\tilde x_i$ receives
+#   $-\rho^3 \tilde x_i \cdot \frac1h \sum_j \hat g_j \tilde x_j$, which is
+#   $-\rho\, \hat x_i\, \overline{\hat g \hat x}$ since $\hat x = \rho\, \tilde x$.
+# - Through $\bar x$: each $\tilde x_i$ contains $-\bar x$, so $x$ receives what $\tilde x$ has received, less its mean.
+#   The mean of what came directly is $\rho\, \bar{\hat g}$. The mean of what came through $\rho$ is 0, because $\hat x$
+#   has the mean 0.
 #
 # Together, and with the sums over rows for gain and bias:
 #
@@ -307,24 +410,31 @@ assert completed == [D, x, A]
 #
 # Backward needs $\hat x$ and $\rho$, not $x$.
 
-
 # %%
+from minipar.autograd import cross_entropy_sum
+from minipar.autograd.fused import layer_norm
+
+NO_TARGET = -100
+
+
 def cross_entropy_by_hand(z, targets):
-    """The mean loss of logits z (N, V) with targets (N,), and the gradient of z."""
-    rows = np.arange(len(z))
+    """The mean loss of logits z (N, V) with targets (N,), and the gradient of z. NO_TARGET does not count."""
+    rows = np.flatnonzero(targets != NO_TARGET)
     z = z - z.max(axis=1, keepdims=True)
     total = np.exp(z).sum(axis=1, keepdims=True)
-    loss = (np.log(total[:, 0]) - z[rows, targets]).mean()
-    gradient = np.exp(z) / total  # softmax
-    gradient[rows, targets] -= 1
-    return loss, gradient / len(z)
+    loss = (np.log(total[rows, 0]) - z[rows, targets[rows]]).mean()
+    gradient = np.zeros_like(z)  # also of the rows without a target
+    gradient[rows] = np.exp(z[rows]) / total[rows]  # softmax
+    gradient[rows, targets[rows]] -= 1
+    return loss, gradient / len(rows)
 
 
 def layer_norm_by_hand(x, gain, bias, g, epsilon=1e-5):
     """LayerNorm of the rows of x (N, h), and the gradients of x, gain and bias."""
     centered = x - x.mean(axis=1, keepdims=True)
     rho = 1 / np.sqrt((centered**2).mean(axis=1, keepdims=True) + epsilon)
-    xhat, ghat = rho * centered, g * gain
+    xhat = rho * centered
+    ghat = g * gain
     dx = rho * (ghat - ghat.mean(axis=1, keepdims=True) - xhat * (ghat * xhat).mean(axis=1, keepdims=True))
     return xhat * gain + bias, dx, (g * xhat).sum(axis=0), g.sum(axis=0)
 
@@ -336,9 +446,12 @@ def assert_close(results, expected):
 
 
 N, h, V = 6, 16, 10
-z, targets = Tensor(random.standard_normal((N, V)), requires_grad=True), random.integers(V, size=N)
-loss = cross_entropy_sum(z, targets) * (1 / N)
+z = Tensor(random.standard_normal((N, V)), requires_grad=True)
+targets = random.integers(V, size=N)
+targets[2] = NO_TARGET
+loss = cross_entropy_sum(z, targets) * (1 / (N - 1))
 loss.backward()
+assert not z.grad[2].any()
 assert_close((loss.data, z.grad), cross_entropy_by_hand(z.data, targets))
 
 rows, gain, bias, g = (random.standard_normal(shape) for shape in ((N, h), h, h, (N, h)))
@@ -349,16 +462,44 @@ assert_close((output.data, *(tensor.grad for tensor in inputs)), layer_norm_by_h
 say("cross-entropy and LayerNorm by hand = the library's, forward and backward")
 
 # %% [markdown]
+# The three paths, and what came on each of them in the row in which the path through $\rho$ brings most:
+
+# %%
+if comm.rank == 0:
+    centered = rows - rows.mean(axis=1, keepdims=True)
+    rho = 1 / np.sqrt((centered**2).mean(axis=1, keepdims=True) + 1e-5)
+    xhat = rho * centered
+    ghat = g * gain
+    slope = (ghat * xhat).mean(axis=1, keepdims=True)
+    row = np.abs(slope).argmax()
+    paths = {
+        "directly": (rho * ghat)[row],
+        "through rho": (-rho * xhat * slope)[row],
+        "through the mean": np.full(h, -(rho * ghat)[row].mean()),
+    }
+    assert_close([sum(paths.values())], [inputs[0].grad[row]])
+    show(figures.plot_three_paths(paths), "01_three_paths")
+
+# %% [markdown]
+# *Blue: directly. Red: through $\rho$. Green: through the mean, the same for every element.* LayerNorm
+# ignores a constant that is added to a row, so the gradient of $x$ must have the sum 0. The blue bars do not, and the
+# green ones correct that. In the same way the red ones remove what would only scale the row.
+#
 # The library's LayerNorm has the same lines with fewer temporary arrays. `gradcheck` is the check of section 1.2, for
 # each input alone, so that the message can name the input.
 
 # %%
+from minipar.autograd import fused
+from minipar.autograd.gradcheck import gradcheck
+
 if comm.rank == 0:
     show_source(fused._LayerNorm.backward)
 say(f"gradcheck of layer_norm: largest relative error {gradcheck(layer_norm, [rows, gain, bias]):.1e}")
 
 # %% [markdown]
 # ## 1.6 Weight gradients can wait
+#
+# *Core, 6 minutes.*
 #
 # Backward of $Y = X A$ is two products, each with as many operations as forward's. $dX = dY A^\top$ is needed at once:
 # the operation below waits for it; in a pipeline that operation may be on another rank. $dA = X^\top dY$ is needed by
@@ -374,9 +515,14 @@ if comm.rank == 0:
     show_source(fused.LinearFunction.backward)
 
 # %%
+from minipar.autograd import defer_weight_gradients
+from minipar.autograd.fused import flop_counter, gelu, linear
+
 x, A, D = (Tensor(random.standard_normal(shape), requires_grad=True) for shape in ((N, h), (h, 4 * h), (4 * h, h)))
 linear(gelu(linear(x, A)), D).backward(g)  # (N, h) -> (N, 4h) -> (N, h)
-at_once, A.grad, D.grad = (A.grad, D.grad), None, None
+at_once = (A.grad, D.grad)
+A.grad = None
+D.grad = None
 
 counts = []  # the floating-point operations of each matrix product
 with flop_counter(counts.append):
@@ -395,10 +541,14 @@ say(f"F, I and W have {sum(counts) // 3:,} operations each; the gradients of A a
 #
 # ## 1.7 Mistakes, and which check notices
 #
+# *Core, 6 minutes.*
+#
 # **1. Assignment instead of addition.** `receive` overwrites the gradient. A chain, in which each tensor is used once,
 # has right gradients. With a skip path the gradient of $x$ is that of one path only.
 
 # %%
+from unittest.mock import patch
+
 with patch.object(SmallTensor, "receive", lambda self, contribution: setattr(self, "grad", contribution)):
     check_adjoint(chain, arrays)
     caught("a gradient that is assigned, not added", lambda: check_adjoint(with_skip, arrays))
@@ -409,6 +559,8 @@ with patch.object(SmallTensor, "receive", lambda self, contribution: setattr(sel
 # input 0, which is $x$. The gradients of gain and bias are right.
 
 # %%
+from chapters.support.ch01 import wrong_gradients
+
 caught("constant statistics", lambda: gradcheck(wrong_gradients.constant_statistics, [rows, gain, bias]))
 
 # %% [markdown]
@@ -430,6 +582,8 @@ caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.oth
 #
 # ## 1.8 PyTorch's names
 #
+# *Deeper, 2 minutes.*
+#
 # | here | PyTorch |
 # | --- | --- |
 # | `Function` with `forward`, `save_for_backward`, `backward` | `torch.autograd.Function`; nodes are `tensor.grad_fn` |
@@ -441,6 +595,8 @@ caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.oth
 # | the same in Megatron-LM | `--delay-wgrad-compute`; `WeightGradStore` in the fork of Zero Bubble's authors |
 #
 # ## 1.9 Problems
+#
+# *Deeper, 30 minutes.*
 #
 # 1. For $y = 2$ and $x = 3$ compute $a = x y$, $b = a + y$, $c = b x$. Give the gradients of all tensors, the order in
 #    which backward visits $a$, $b$, $c$, and the uses of each leaf.
@@ -458,6 +614,10 @@ caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.oth
 #
 # ## 1.10 Answers
 #
+# *Deeper.*
+#
+# <details><summary>Answers</summary>
+#
 # 1. $a = 6$, $b = 8$, $c = 24$. Backward visits $c$, $b$, $a$. $b$ receives 3, $a$ receives 3 from $b$. $x$ receives 8
 #    from $c$ and 6 from $a$, together 14. $y$ receives 3 from $b$ and 9 from $a$, together 12. Both leaves have 2 uses.
 # 2. $\pi - e_k = (0.5, -0.7, 0.2)$. Adding a constant to all logits does not change the loss, so its derivative along
@@ -470,9 +630,12 @@ caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.oth
 #    $4 N h + N h$. Together $10 N h$. Backward itself would have freed them as it passed the nodes.
 # 6. The order depends on the numbers of the nodes, so on the program alone. GPUs disagree because of sums inside a
 #    kernel, in the order of its threads, and because one may choose another kernel (end of 1.7).
+#
+# </details>
 
-# %%
-y, x = SmallTensor(2.0), SmallTensor(3.0)
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+y = SmallTensor(2.0)
+x = SmallTensor(3.0)
 a = x * y
 b = a + y
 c = b * x

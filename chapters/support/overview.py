@@ -1,17 +1,19 @@
 """The picture with which chapter 0 opens: eight devices, and what each strategy divides among them and sends.
 
-Each later chapter shows the same picture with its own rows marked.
+Each later chapter shows the same picture with its own rows marked. `python -m chapters.support.overview FILE` draws it
+without a mark into a file.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from visualize.style import COLOURS, GREY, INK, VERMILION, Picture, picture
+from visualize.style import COLOURS, GREY, INK, VERMILION, Picture, picture, save
 
 DEVICES = 8
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "tokens")
@@ -100,3 +102,7 @@ def draw_device(axes: Axes, column: int, number: int, device: int, has: str, col
         top = top + device * height / DEVICES
         height = height / DEVICES
     axes.add_patch(Rectangle((left, top), BOX, height, color=colour, alpha=alpha, linewidth=0))
+
+
+if __name__ == "__main__":
+    save(draw_strategies(), sys.argv[1])

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
 
-from chapters.support.ch01.figures import plot_backward
-from chapters.support.ch02.figures import block_operations, plot_block, plot_memory, plot_shares, shares
+from chapters.support.ch01.figures import plot_backward, plot_small_graph, plot_steps, plot_three_paths
+from chapters.support.ch02.figures import block_operations, plot_attention, plot_block, plot_memory, plot_shares, shares
 from chapters.support.ch04.figures import draw_life_of_buckets, plot_bucket_sizes
 from chapters.support.ch08.figures import plot_grid, plot_layouts, plot_pieces, plot_placements
 from minipar.nn import GPT, GPTConfig
@@ -40,6 +41,29 @@ def test_backward_shows_contributions_order_and_uses():
     assert texts.count("value 48") == texts.count("gradient 48") == 1
 
 
+def test_the_first_graph_has_the_gradients_of_the_formula():
+    texts = [text.get_text() for text in plot_small_graph().axes[0].texts]
+    w, x = 3, 2
+    assert f"gradient {2 * x * w**2 + 2 * x * w}" in texts
+    assert f"gradient {2 * x**2 * w + x**2}" in texts
+
+
+def test_the_error_of_a_step_is_drawn_with_its_two_causes():
+    steps = [1e-8, 1e-6, 1e-4, 1e-2]
+    measured, truncation, rounding, *_ = plot_steps(steps, [1e-8, 1e-10, 1e-8, 1e-4]).axes[0].lines
+    assert list(measured.get_xdata()) == steps
+    assert list(truncation.get_ydata()) == pytest.approx([1e-8, 1e-4])
+    assert list(rounding.get_ydata()) == pytest.approx([1e-8, 1e-10])
+
+
+def test_three_paths_add_up_to_the_marks():
+    paths = {"directly": [1.0, 2.0], "through rho": [0.5, -1.0], "through the mean": [-1.0, -1.0]}
+    graph, bars = plot_three_paths(paths).axes
+    assert list(bars.lines[0].get_ydata()) == [0.5, 0.0]
+    assert [bar.get_height() for bar in bars.patches] == [1.0, 2.0, 0.5, -1.0, -1.0, -1.0]
+    assert len(graph.patches) == 2 * len(paths) + 1, "two ways for each path, and where the gradient comes from"
+
+
 def test_a_block_keeps_what_its_bars_show():
     operations = block_operations(B=2, T=3, h=8, a=4)
     assert sum(operation.kept for operation in operations) == 20 * 6 * 8 + 4 * 2 * 3**2 + 2 * 6
@@ -49,6 +73,13 @@ def test_a_block_keeps_what_its_bars_show():
     kept = [operation.kept for operation in operations if operation.kept]
     assert bars == pytest.approx([bars[0] / kept[0] * elements for elements in kept])
     assert len(axes.lines) == 2
+
+
+def test_attention_is_drawn_as_it_is():
+    probabilities, gradients = np.array([[1.0, 0.0], [0.25, 0.75]]), np.array([[0.0, 0.0], [-0.5, 0.5]])
+    left, right = plot_attention(probabilities, gradients).axes[:2]
+    assert (left.images[0].get_array() == probabilities).all()
+    assert (right.images[0].get_array() == gradients).all() and right.images[0].get_clim() == (-0.5, 0.5)
 
 
 def test_shares_are_those_of_the_whole_model():

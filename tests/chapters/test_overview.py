@@ -1,6 +1,7 @@
 """The picture of eight devices says what the strategies hold: the same as the library's formulas."""
 
 import pytest
+from launcher import ROOT
 
 from chapters.support.overview import CUT, DEVICES, ROWS, WHOLE, draw_strategies
 from minipar.parallel.memory import elements_held
@@ -24,3 +25,11 @@ def test_the_rows_of_a_chapter_are_marked():
 def test_an_unknown_row_is_refused():
     with pytest.raises(ValueError, match="no such rows"):
         draw_strategies(["zero4"])
+
+
+def test_chapter_0_shows_every_row():
+    figure = draw_strategies()
+    names = {text.get_text() for text in figure.axes[0].texts}
+    assert names >= {row.name for row in ROWS}
+    script = (ROOT / "chapters" / "00_in_one_file.py").read_text(encoding="utf-8")
+    assert (ROOT / "visualize" / "gallery" / "strategies.png").exists() and "gallery/strategies.png" in script

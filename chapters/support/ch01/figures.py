@@ -1,12 +1,15 @@
-"""Draw the figure of section 1.1: a small graph with its values, its gradients and the order of backward."""
+"""Draw for chapter 1: a small graph with its gradients (1.1), steps of a difference quotient (1.2), LayerNorm (1.5)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from visualize.style import BLUE, INK, PAPER, VERMILION, Picture, picture
+from chapters.support.draw import finish
+from visualize.style import BLUE, GREEN, INK, PAPER, VERMILION, Picture, picture
 
 
 class Result(Protocol):
@@ -96,3 +99,96 @@ def _draw_edge(axes: Axes, user: tuple[float, float], used: tuple[float, float],
     axes.add_patch(FancyArrowPatch(start, end, connectionstyle=arrow, **look))
     box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
     axes.text(*spot, contribution, ha="center", va="center", color=VERMILION, fontsize=9, bbox=box, zorder=2.5)
+
+
+@dataclass
+class Value:
+    """A tensor of the graph of section 1.1, after backward."""
+
+    number: int
+    data: float
+    grad: float
+    inputs: Sequence[Any] = ()
+    rules: Sequence[Callable[[float], float]] = ()
+
+
+def plot_small_graph() -> Picture:
+    """Draw the first page's graph, c = (x w) (x w + x) with w = 3 and x = 2, and its gradients."""
+    w = Value(0, 3.0, 28.0)
+    x = Value(1, 2.0, 48.0)
+    a = Value(2, 6.0, 14.0, (x, w), (lambda g: g * 3, lambda g: g * 2))
+    b = Value(3, 8.0, 6.0, (a, x), (lambda g: g, lambda g: g))
+    c = Value(4, 48.0, 1.0, (a, b), (lambda g: g * 8, lambda g: g * 6))
+    return plot_backward({"w (a leaf)": w, "x (a leaf)": x, "a = x w": a, "b = a + x": b, "c = a b": c})
+
+
+def plot_steps(steps: Sequence[float], errors: Sequence[float]) -> Picture:
+    """Draw the relative error of a difference quotient against its step."""
+    figure = picture(6.0, 2.8)
+    axes = figure.add_subplot()
+    axes.loglog(steps, errors, "o-", color=BLUE, markersize=4)
+    large = [step for step in steps if step >= 1e-4]
+    small = [step for step in steps if step <= 1e-6]
+    axes.loglog(large, [errors[-1] * (step / steps[-1]) ** 2 for step in large], ":", color=INK, linewidth=1.2)
+    axes.loglog(small, [errors[0] * steps[0] / step for step in small], "--", color=INK, linewidth=1.2)
+    axes.plot([], [], ":", color=INK, label="truncation, as the square of the step")
+    axes.plot([], [], "--", color=INK, label="rounding, as 1 / step")
+    finish(axes, legend="upper center", xlabel="step", ylabel="relative error")
+    return figure
+
+
+PATHS = {"directly": BLUE, "through rho": VERMILION, "through the mean": GREEN}
+SPOTS = {"x": (0.0, 0.0), "mean": (1.6, -1.3), "centered": (3.2, 0.0), "rho": (4.8, -1.3), "xhat": (6.4, 0.0)}
+NAMES = {
+    "x": "$x$",
+    "mean": r"$\bar x$, the mean",
+    "centered": r"$\tilde x = x - \bar x$",
+    "rho": r"$\rho$",
+    "xhat": r"$\hat x = \rho\,\tilde x$",
+}
+BROUGHT = {
+    (5.0, 0.2): ("directly", r"$\rho\,\hat g$"),
+    (3.2, -0.95): ("through rho", r"$-\rho\,\hat x\;\overline{\hat g \hat x}$"),
+    (0.0, -0.95): ("through the mean", r"$-\rho\;\overline{\hat g}$"),
+}
+
+
+def plot_three_paths(paths: Mapping[str, Sequence[float]]) -> Picture:
+    """Draw the ways on which LayerNorm's gradient comes back to x, and what came on each in one row.
+
+    paths: {a key of PATHS: its contribution to each element of the row}. Their sum is drawn as marks.
+    """
+    figure = picture(7.5, 4.6)
+    graph, bars = figure.subplots(2, 1, height_ratios=[1.1, 1])
+    _draw_way(graph, "xhat", "centered", "directly")
+    _draw_way(graph, "centered", "x", "directly")
+    _draw_way(graph, "xhat", "rho", "through rho")
+    _draw_way(graph, "rho", "centered", "through rho")
+    _draw_way(graph, "centered", "mean", "through the mean")
+    _draw_way(graph, "mean", "x", "through the mean")
+    for name, (x, y) in SPOTS.items():
+        box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": INK}
+        graph.text(x, y, NAMES[name], ha="center", va="center", fontsize=9.5, bbox=box, zorder=4)
+    for (x, y), (path, text) in BROUGHT.items():
+        graph.text(x, y, text, ha="center", va="center", fontsize=10, color=PATHS[path])
+    graph.text(7.6, 0.0, r"$\hat g$", ha="left", va="center", fontsize=9)
+    graph.add_patch(FancyArrowPatch((7.5, 0), (7.05, 0), arrowstyle="-|>", mutation_scale=12, color=INK))
+    graph.set_xlim(-0.6, 8.4)
+    graph.set_ylim(-1.8, 0.6)
+    graph.set_axis_off()
+    total = np.zeros(len(next(iter(paths.values()))))
+    for place, (name, values) in enumerate(paths.items()):
+        spots = np.arange(len(values)) + 0.27 * (place - 1)
+        bars.bar(spots, values, width=0.25, color=PATHS[name], label=name)
+        total += values
+    bars.plot(np.arange(len(total)), total, "D", color=INK, markersize=4, label="sum: gradient of x")
+    bars.axhline(0, color=INK, linewidth=0.8)
+    finish(bars, xlabel="element of the row", ylabel="contribution", bars="x")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    return figure
+
+
+def _draw_way(axes: Axes, start: str, end: str, path: str) -> None:
+    """Draw an arrow on which a gradient comes back, between two boxes."""
+    look = {"arrowstyle": "-|>", "mutation_scale": 14, "color": PATHS[path], "linewidth": 1.8, "shrinkA": 14}
+    axes.add_patch(FancyArrowPatch(SPOTS[start], SPOTS[end], shrinkB=28, **look))

@@ -1,9 +1,10 @@
-"""Draw for chapter 2: a block and what it keeps (2.1), shares of a step (2.4), memory over backward (2.8)."""
+"""Draw for chapter 2: a block (first page), attention (2.2), shares of a step (2.4), memory over backward (2.8)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from chapters.support.draw import finish
@@ -82,6 +83,21 @@ ARROW: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0,
 def _arrow(x: float, start: float, end: float) -> FancyArrowPatch:
     """Create a short arrow downwards."""
     return FancyArrowPatch((x, start), (x, end), **ARROW, color=INK)
+
+
+def plot_attention(probabilities: np.ndarray, gradients: np.ndarray) -> Picture:
+    """Draw a head's probabilities and the gradients of its scores, (T, T) each: a row for each token that looks."""
+    figure = picture(7.2, 3.4)
+    left, right = figure.subplots(1, 2)
+    size = np.abs(gradients).max()
+    first = left.imshow(probabilities, cmap="Blues", vmin=0, vmax=0.5)
+    second = right.imshow(gradients, cmap="RdBu_r", vmin=-size, vmax=size)
+    for axes, image, title in ((left, first, "probabilities"), (right, second, "gradients of the scores")):
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_xlabel("token that is looked at")
+        figure.colorbar(image, ax=axes, shrink=0.85)
+    left.set_ylabel("token that looks")
+    return figure
 
 
 def shares(config: GPTConfig, length: int) -> tuple[dict[str, int], dict[str, int]]:
