@@ -582,7 +582,7 @@ say(f"with dropout 0.3 all gradients are those of one device, within {worst:.1e}
 # What is not divided yet? LayerNorm, dropout and the residual stream: all ranks do the same work on the same $N \times
 # h$ values, and all keep the same inputs for backward. They work on each token separately, so they can be divided
 # along the **sequence** (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2): between the pairs, rank $r$ has
-# $T/t$ tokens with all of their $h$ elements; inside a pair all tokens with $1/t$ of the columns.
+# $T/t$ of a sample's $T$ tokens with all of their $h$ elements; inside a pair all tokens with $1/t$ of the columns.
 #
 # The borders are chapter 3's identity, *all-reduce = reduce-scatter + all-gather*. Where a row layer all-reduced, it
 # now reduce-scatters: the sum, and of it the own tokens. Where a column layer copied, it now all-gathers. Backward
@@ -816,8 +816,9 @@ for flags in (["--zero-stage", "0"], ["--zero-stage", "3", "--sequence-parallel"
 #
 # $$\frac{72Nh^2}{tS} + 4 \cdot 2(t-1)\left(\alpha + \beta\frac{n}{t}\right), \qquad n = wNh.$$
 #
-# The first term falls as $1/t$. The second tends to $8\beta n$ plus a latency that grows. One check that the program
-# sends what the formula says: on chapter 3's `model` clock, where products here cost nothing.
+# $S$ is the number of operations per second of one device. The first term falls as $1/t$. The second tends to $8\beta
+# n$ plus a latency that grows. One check that the program sends what the formula says: on chapter 3's `model` clock,
+# where products here cost nothing.
 
 # %%
 from chapters.support.ch06.clock import seconds_on_the_clock

@@ -17,8 +17,9 @@
 # finished, so ranks wait. The time they wait is the **bubble**.
 #
 # Four ranks that take turns wait for three quarters of the time. At the end of this chapter the same four ranks wait
-# for 5.9 % of it, with the memory of a schedule of 2019, and the result is that of one device **bit for bit**. You can
-# then say for each schedule how long its ranks are idle and why, what it keeps in memory, and what it sends.
+# for 5.9 % of it, they keep no more than four microbatches in memory, and the result is that of one device **bit for
+# bit**. You can then say for each schedule how long its ranks are idle and why, what it keeps in memory, and what it
+# sends.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -42,10 +43,11 @@ if rank == 0:
     show(plot_schedule(simulate(make("naive", 4, 3))), "07_naive")
 
 # %% [markdown]
-# The picture is the naive pipeline: four ranks, three *microbatches*. A number in a box is a microbatch. Blue is its
-# forward on a rank, orange its backward, which takes twice as long, because it computes two products for each one of
-# forward. The rest is bubble: at each moment one rank works. Under the boxes: how many **activations are alive**. A
-# forward keeps its intermediate results until its backward has used them. This pipeline keeps those of one microbatch.
+# The picture is the naive pipeline: four ranks, three *microbatches*. A number in a box is a microbatch, a part of the
+# step's samples. Blue is its forward on a rank, orange its backward, which takes twice as long, because it computes two
+# products for each one of forward. The rest is bubble: at each moment one rank works. Under the boxes: how many
+# **activations are alive**. A forward keeps its intermediate results until its backward has used them. This pipeline
+# keeps those of one microbatch.
 #
 # Among the strategies of this course pipelines stand here:
 
@@ -144,8 +146,9 @@ EQUAL, REAL = TIMES[:2]  # 4, 5, 3 is nearer to real layers: see 7.9
 assert all(idle(naive_lists(p, m), t) == (p - 1) * m * (t["F"] + t["B"]) for p, m in SIZES for t in TIMES)
 
 # %% [markdown]
-# In the naive schedule each microbatch goes down all ranks and back before the next one enters. So the time from the
-# first action to the last is $m p (T_F+T_B)$, of which each rank works $m (T_F+T_B)$. In this chapter
+# In the naive schedule each microbatch goes down all ranks and back before the next one enters. An `F` takes the time
+# $T_F$ and a `B` the time $T_B$ (later $T_I$ and $T_W$). So the time from the first action to the last is $m p
+# (T_F+T_B)$, of which each rank works $m (T_F+T_B)$. In this chapter
 #
 # $$\text{bubble} = \frac{\text{idle}}{\text{total}} = \frac{(p-1)\,m(T_F+T_B)}{p\,m(T_F+T_B)} = \frac{p-1}{p}.$$
 #
@@ -331,15 +334,22 @@ for p, m in SIZES:
 if rank == 0:
     begin = timed(interleaved_lists(4, 8), {"F": 1, "B": 1})
     show(figures.plot_warm_up(begin, p=4, rank=1, stages=8, end=14), "07_warm_up")
-predict("idle units with m = 6", ...)  # with p = 4 and m = 4 or 8 each rank idles for 9 units
 
 # %% [markdown]
 # The paler boxes are a rank's second stage. Rank 1 does $4 + 4$ forwards, then the pair's, then the first backward. No
 # rank has waited since its first action.
 #
-# **Why must $p$ divide $m$?** Let $p = 4$ and $m = 6$, so that the last group has two microbatches. The lists are still
-# possible, and the gradients would be right. But rank 0 has passed both through its first stage after two units, and
-# the first of them comes back from rank 3 after four:
+# ### Why must p divide m?
+#
+# *Deeper, 3 minutes.*
+#
+# Let $p = 4$ and $m = 6$, so that the last group has two microbatches. The lists are still possible, and the gradients
+# would be right. But rank 0 has passed both through its first stage after two forwards, and the first of them comes
+# back from rank 3 only after four. How much does that cost? With $m = 4$ or 8, an `F` of 1 and a `B` of 2 each rank
+# idles for 9 units:
+
+# %%
+predict("idle units with m = 6", ...)  # replace the dots by your answer
 
 # %%
 idle_units = {m: idle(interleaved_lists(4, m), {"F": 1, "B": 2}) for m in range(4, 13)}
@@ -351,6 +361,10 @@ assert idle_units[6] == 19
 # %% [markdown]
 # With six microbatches each rank is idle for longer than with eight, so the schedule loses what it was made for. The
 # library's version has the same order and refuses an $m$ that $p$ does not divide.
+#
+# ### Two prices
+#
+# *Core, 3 minutes.*
 #
 # Interleaving has two prices. Rank 0 holds up to $2(p-1)+(v-1)p+1$ activations, each of $1/v$ of its layers: for $p =
 # 4$, $v = 2$ and $m = 8$ these are 11 halves, against 4 wholes in 1F1B. And there are more messages: each of the $pv-1$
@@ -598,9 +612,9 @@ if rank == 0:
 #
 # *Deeper, 6 minutes.*
 #
-# A GPT block keeps $20 + 2/h + aT/h$ times $BTh$ elements for its backward, $BTh$ being the size of
-# its input (chapter 6's table without dropout; $a$ heads). In the cell below that is 22.125. A rank with $L/p$ blocks,
-# on which `alive` microbatches are alive, holds at most
+# A GPT block keeps $20 + 2/h + aT/h$ times $BTh$ elements for its backward. $BTh$ is the size of its input: $B$ samples
+# of $T$ tokens with $h$ elements (chapter 6's table without dropout; $a$ heads). In the cell below that is 22.125. A
+# rank with $L/p$ blocks, on which `alive` microbatches are alive, holds at most
 #
 # $$\underbrace{\text{alive}\,\Big(22.125\,\frac{L}{p} + 1\Big) + 5}_{\text{without recompute}} \qquad
 # \underbrace{\text{alive}\,\frac{L}{p} + 22.125 + 6}_{\text{with it}}$$
@@ -673,6 +687,10 @@ say(f"five schedules on {stages} ranks, m = {microbatches}: the gradients of one
 # Why can the bits be equal? A stage does the same products on the same values as the whole model would. Sums over
 # microbatches are taken in their order 0, 1, 2, ... in every schedule.
 #
+# ### In the library
+#
+# *Deeper, 6 minutes.*
+#
 # The library's executor does the same with a GPT, and a receive is a step of its list. It starts a receive when the
 # list comes to it and waits for it when its result is used. It serves several stages on a rank: a result for a stage of
 # the same rank is handed over without a message. And it counts the activations that are alive.
@@ -700,7 +718,7 @@ right = run.losses  # the same with every schedule
 #
 # ## 7.8 Messages, and the deadlock that blocking sends make
 #
-# *Core, 8 minutes.*
+# *Deeper, 8 minutes.*
 #
 # `lower` adds the messages to a list: a SEND where a result is made, a RECV on the other rank. In which order? Take the
 # middle of 1F1B on two ranks. A hand-written list says what seems natural: *send what you have made, then receive what
@@ -807,9 +825,9 @@ if rank == 0:
 #
 # *Deeper, 8 minutes.*
 #
-# GPT-2's output head *is* the token embedding: one matrix of $V \times h$, used first and last. In a pipeline two ranks
-# need it. Its gradient is a sum of two contributions, one from each end. Both copies must get **the sum**, once, and
-# take the same update.
+# GPT-2's output head *is* the token embedding: one matrix of $V \times h$ for $V$ words, used first and last. In a
+# pipeline two ranks need it. Its gradient is a sum of two contributions, one from each end. Both copies must get **the
+# sum**, once, and take the same update.
 #
 # minipar gives the matrix to the first stage. The head borrows it. After the last backward the head's contribution
 # travels up, is added, and after the optimizer's step the new values travel down: $Vh$ elements each way per step,
