@@ -280,7 +280,7 @@ for groups in (1, 3):
 #
 # *Core, 6 minutes.*
 #
-# Most models since Llama 2 have fewer heads of keys and values than of queries: $a$ heads of $q$ in $G$ groups, and
+# Many models since Llama 2 70B have fewer heads of keys and values than of queries: $a$ heads of $q$ in $G$ groups, and
 # each group reads *one* head of $k$ and one of $v$. (Llama 3 8B: $a = 32$, $G = 8$.) How are these cut? A rank must
 # have the keys and values that its queries read, so it gets **whole groups**:
 
@@ -324,8 +324,8 @@ say(f"{2 * t} query heads in {t} groups over {t} ranks = one device, with the gr
 
 # %% [markdown]
 # The gain stays the same on each rank: $a/G$ times fewer keys and values to compute and to keep. With more ranks than
-# groups (the lower part of the picture) two ranks need the *same* head of $k$ and $v$. Problem 7 asks what must happen
-# then. minipar refuses it: `kv-heads/tp` must be an integer.
+# groups (the lower part of the picture) several ranks need the *same* head of $k$ and $v$. Problem 7 asks what must
+# happen then. minipar refuses it: `kv-heads/tp` must be an integer.
 #
 # ### In the library
 #

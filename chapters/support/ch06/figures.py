@@ -242,7 +242,7 @@ def plot_links(
     for place, (computation, exposed) in enumerate(bars.values()):
         first = place == 0
         left.bar(place, computation, 0.6, color=COLOURS["forward"], label="computation" if first else None)
-        label = "sums that wait" if first else None
+        label = "sums that nothing hides" if first else None
         left.bar(
             place, exposed, 0.6, computation, color=COLOURS["all_reduce"], hatch="///", edgecolor="white", label=label
         )
