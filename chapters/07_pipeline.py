@@ -14,20 +14,12 @@
 #
 # A pipeline cuts the model by depth. Rank 0 has the first layers, rank 1 the next, and so on. Hardly anything travels:
 # one activation forward and one gradient back at each cut. But a rank can only work on what the rank before it has
-# finished, so ranks wait. The time they wait is the **bubble**, and this chapter is about making it small.
+# finished, so ranks wait. The time they wait is the **bubble**.
 #
-# We go from the naive pipeline, in which one rank works at a time, to Zero Bubble (Qi et al. 2023, arXiv 2401.10241).
-# Each schedule is built as a plain list, timed on paper, drawn, and run on the ranks, where it equals one device
-# **bit for bit**.
-#
-# Run it as `mpirun -n 8 python chapters/07_pipeline.py`, with any number of ranks. One rank is a pipeline without a
-# cut: it has no bubble and sends nothing. Everything timed on paper stays the same.
-#
-# **Letters:** $p$ ranks of a pipeline, $r$ one of them; $m$ microbatches; $v$ stages on one rank; $d$ replicas; $B$
-# samples of $T$ tokens in a microbatch, $N = BT$; $h$ elements per token, $V$ words, $L$ layers. `F`, `B`, `I`, `W` in
-# code letters are actions. $T_F$, $T_B$, $T_I$, $T_W$ are the times that they take on one rank, and
-# $T_{\text{idle}}$ is the time that the rank does nothing. $A$ is a weight matrix, $x$ and $y$ a layer's input and
-# output, $k$ the depth of a zero-bubble schedule (7.5).
+# Four ranks that take turns wait for three quarters of the time. At the end of this chapter the same four ranks wait
+# for 5.9 % of it, they keep no more than four microbatches in memory, and the result is that of one device **bit for
+# bit**. You can then say for each schedule how long its ranks are idle and why, what it keeps in memory, and what it
+# sends.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -35,41 +27,50 @@
 # cluster = start(8)
 
 # %%
-from fractions import Fraction
-from functools import partial
-from itertools import pairwise
-
-import numpy as np
-
-from chapters.support.ch07 import train as train_pipelines
-from chapters.support.ch07.pipedream import Staleness, differences_from_one_device
 from chapters.support.show import printer
-from minipar.autograd import DeferredGradients, defer_weight_gradients
-from minipar.comm import run_local, world
-from minipar.parallel.pipeline import schedules
-from minipar.parallel.pipeline.actions import Durations, Schedule, parse_action, simulate
-from minipar.parallel.pipeline.check import check, lower
+from minipar.comm import world
+from minipar.parallel.pipeline.actions import simulate
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, PipelineStage
 
 comm = world()
 rank, ranks = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support.ch07.figures import MarkedPath, plot_overlap, plot_paths, schedule_table
+    from chapters.support.ch07 import figures
     from chapters.support.show import show, show_source
-    from visualize import gallery, plot_schedule, plot_schedules
+    from visualize import plot_schedule
+
+    show(plot_schedule(simulate(make("naive", 4, 3))), "07_naive")
+
+# %% [markdown]
+# The picture is the naive pipeline: four ranks, three *microbatches*. A number in a box is a microbatch, a part of the
+# step's samples. Blue is its forward on a rank, orange its backward, which takes twice as long, because it computes two
+# products for each one of forward. The rest is bubble: at each moment one rank works. Under the boxes: how many
+# **activations are alive**. A forward keeps its intermediate results until its backward has used them. This pipeline
+# keeps those of one microbatch.
+#
+# Among the strategies of this course pipelines stand here:
+
+# %%
+if rank == 0:
+    from chapters.support.overview import draw_strategies
+
+    show(draw_strategies(["pp"]), "07_here")
 
 # %% [markdown]
 # ## 7.1 A schedule is data
 #
+# *Core, 8 minutes.*
+#
 # A *stage* is a run of layers. Stage 0 begins with the embedding, the last one ends with the output head and the loss.
-# The samples of a step are cut into $m$ **microbatches**, which follow one another through the $p$ ranks, and whose
+# The samples of a step are cut into $m$ **microbatches**. They follow one another through the $p$ ranks, and their
 # gradients add up until the step's one update. Two things are done for each stage and microbatch:
 #
 # - `F`, the forward of the stage: takes an activation, gives an activation;
-#
 # - `B`, its backward: takes the gradient of what the stage gave, gives the gradient of what it took.
+#
+# Only the last rank knows the loss. It adds up the losses of its microbatches. Once per step a sum over the ranks, to
+# which the others add 0, brings the result to all: 8 bytes that no schedule has to contain.
 #
 # We write an action as PyTorch does: `2F0` is the forward of stage 2 for microbatch 0. A **schedule** is a list of
 # actions for each rank, and nothing else. The naive one finishes a microbatch before it begins the next.
@@ -91,7 +92,7 @@ def library_lists(name, p, m):
 
 for r, actions in enumerate(naive_lists(3, 2)):
     say(f"rank {r}: {as_text(actions)}")
-SIZES = [(p, m) for p in range(1, 7) for m in range(1, 19)][rank::ranks]  # each rank checks its share
+SIZES = [(p, m) for p in range(1, 7) for m in range(1, 19)][rank::ranks]  # all sizes; each rank checks its share
 assert all(naive_lists(p, m) == library_lists("naive", p, m) for p, m in SIZES)
 
 # %% [markdown]
@@ -99,6 +100,8 @@ assert all(naive_lists(p, m) == library_lists("naive", p, m) for p, m in SIZES)
 # exchange it with PyTorch, as a row for each rank.
 #
 # ### What an action needs
+#
+# *Core, 6 minutes.*
 #
 # `2F0` needs `1F0`. `2B0` needs its own forward, `2F0`, and the gradient from the next stage, `3B0`. A rank does its
 # list in order, and an action begins when the rank is free and what it needs is there. That is all that a simulator has
@@ -136,30 +139,38 @@ def idle(lists, times):
     return max(end for _, end in timed(lists, times).values()) - sum(times[kind] for kind, _, _ in lists[0])
 
 
+# What F, I and W take, in eight cases: all claims about idle times below are checked with each.
 CASES = ((1, 1, 1), (4, 5, 3), (2, 3, 1), (3, 2, 5), (1, 3, 2), (1, 1, 3), (2, 3, 6), (4, 1, 6))
 TIMES = [{"F": f, "I": i, "W": w, "B": i + w} for f, i, w in CASES]
 EQUAL, REAL = TIMES[:2]  # 4, 5, 3 is nearer to real layers: see 7.9
 assert all(idle(naive_lists(p, m), t) == (p - 1) * m * (t["F"] + t["B"]) for p, m in SIZES for t in TIMES)
-if rank == 0:
-    show_source(Schedule.needs, simulate)
-    show(plot_schedule(simulate(make("naive", 4, 3))), "07_naive")
 
 # %% [markdown]
-# The library's simulator has the same two parts. It also knows the time of a message, and it names the actions that
-# wait in a circle.
-#
-# In the naive schedule each microbatch goes down all ranks and back before the next one enters. So the time from the
-# first action to the last is $m p (T_F+T_B)$, of which each rank works $m (T_F+T_B)$. In this chapter
+# In the naive schedule each microbatch goes down all ranks and back before the next one enters. An `F` takes the time
+# $T_F$ and a `B` the time $T_B$ (later $T_I$ and $T_W$). So the time from the first action to the last is $m p
+# (T_F+T_B)$, of which each rank works $m (T_F+T_B)$. In this chapter
 #
 # $$\text{bubble} = \frac{\text{idle}}{\text{total}} = \frac{(p-1)\,m(T_F+T_B)}{p\,m(T_F+T_B)} = \frac{p-1}{p}.$$
 #
 # With 4 ranks, three quarters of their time are idle, however many microbatches there are.
 #
-# In the picture a number in a box is a microbatch, and `B` takes twice as long as `F`, because it computes two products
-# for each one of forward. Under the boxes: how many **activations are alive**. A forward keeps its intermediate results
-# until its backward has used them. The naive pipeline keeps those of one microbatch.
+# ### In the library
 #
+# *Deeper, 5 minutes.*
+#
+# The library's simulator has the same two parts. It also knows the time of a message, and it names the actions that
+# wait in a circle.
+
+# %%
+from minipar.parallel.pipeline.actions import Schedule
+
+if rank == 0:
+    show_source(Schedule.needs, simulate)
+
+# %% [markdown]
 # ## 7.2 GPipe: many microbatches at once
+#
+# *Core, 4 minutes.*
 #
 # Nothing forbids microbatch 1 to enter while microbatch 0 is further down. GPipe (Huang et al. 2019, arXiv 1811.06965)
 # does all forwards, then all backwards.
@@ -182,20 +193,32 @@ assert all(idle(gpipe_lists(p, m), t) == (p - 1) * (t["F"] + t["B"]) for p, m in
 # = \frac{p-1}{m+p-1}.$$
 #
 # More microbatches, smaller bubble: 3/11 with $p = 4$ and $m = 8$. The price is memory. All $m$ microbatches are alive
-# when the first backward begins. (GPipe therefore *recomputes*: it keeps only each layer's input and runs the forward
-# again. `--recompute full` does that here; 7.6 counts it.)
+# when the first backward begins. GPipe therefore *recomputes*: of each microbatch a rank keeps only what has entered
+# its *stage*, and backward runs the forward of the whole stage again. (`--recompute full` does that per *block*: it
+# keeps what enters each block. So it keeps more, and needs less while one block is recomputed. 7.6 counts it.)
 #
 # ## 7.3 1F1B: the same bubble, less memory
 #
+# *Core, 10 minutes.*
+#
 # Rank $r$ cannot do a backward before its first microbatch has been down to the last rank and back. It runs ahead by
-# $p-1-r$ forwards: those that fit while microbatch 0 goes down. While the gradient comes back it waits: more forwards
-# would cost memory and not shorten the longest path (below). After these $p-1-r$ *warm-up* forwards comes the *steady
-# state*: each further forward is followed by a backward, which frees what a forward took. At the end, in the
-# *cool-down*, only backwards are left. This is the synchronous form of PipeDream's order (Narayanan et al. 2019),
-# called PipeDream-Flush or **1F1B** (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
-
+# $p-1-r$ forwards: those that fit while microbatch 0 goes down. Then it waits for the first gradient. It could run more
+# forwards meanwhile, but they would cost memory and the step would not end earlier; the picture shows why. After these
+# $p-1-r$ *warm-up* forwards comes the *steady state*: each further forward is followed by a backward, which frees what
+# a forward took. At the end, in the *cool-down*, only backwards are left. This is the synchronous form of PipeDream's
+# order (Narayanan et al. 2019), called PipeDream-Flush or **1F1B** (Narayanan et al. 2021, arXiv 2104.04473, section
+# 2.2).
+#
+# Exercise 10 asks for these lists: `make exercises PYTEST="-k e10"`. Write them before you open the next cell. And
+# guess: with $p = 4$ and $m = 8$ rank 0 of GPipe holds 8 activations. How many does rank 0 of 1F1B hold?
 
 # %%
+from chapters.support.predict import predict, reveal
+
+predict("activations on rank 0 with 1F1B", ...)  # replace the dots by your answer
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def one_f_one_b_lists(p, m):
     lists = []
     for r in range(p):
@@ -207,6 +230,12 @@ def one_f_one_b_lists(p, m):
             actions.append(("B", i, r))
         lists.append(actions)
     return lists
+
+
+# %%
+from itertools import pairwise
+
+from minipar.parallel.pipeline.actions import Durations
 
 
 def longest_path(lists, slots):
@@ -227,27 +256,31 @@ for p, m in SIZES:
     library = simulate(make("1f1b", p, m), Durations(4, 5, 3))
     assert library.makespan == max(end for _, end in timed(lists, REAL).values())
     assert library.peak_activations == [min(m, p - r) for r in range(p)]
+reveal("activations on rank 0 with 1F1B", simulate(make("1f1b", 4, 8)).peak_activations[0], say)
 if rank == 0:
     lists = one_f_one_b_lists(4, 6)
     slots = timed(lists, EQUAL)
     pieces = [(r"$(p-1)\,T_F$", 3), (r"$m\,(T_F+T_B)$", 18), (r"$(p-1)\,T_B$", 6)]
-    marked = MarkedPath(slots, longest_path(lists, slots), pieces, ahead=[3, 2, 1, 0])
-    show(plot_paths({"1F1B, p = 4, m = 6": marked}, r"$T_F = T_I = T_W = 1$, $T_B = 2$"), "07_1f1b_path")
+    marked = figures.MarkedPath(slots, longest_path(lists, slots), pieces, ahead=[3, 2, 1, 0])
+    show(figures.plot_paths({"1F1B, p = 4, m = 6": marked}, r"$T_F = T_I = T_W = 1$, $T_B = 2$"), "07_1f1b_path")
 
 # %% [markdown]
 # The thick boxes are the **longest path**: the chain of actions, each of which begins when the one before it ends. No
 # schedule is shorter than its longest chain of actions that wait for each other. The chain goes down $p-1$ ranks,
 # through the whole list of the last rank, and up $p-1$ ranks. While the boxes of other ranks on this path run, the last
-# rank is idle: $(p-1)(T_F+T_B)$. All ranks have equally much work, so each is idle for that long, as with GPipe.
+# rank is idle: $(p-1)(T_F+T_B)$. All ranks have equally much work, so each is idle for that long, as with GPipe. (The
+# first pair of rank 0's steady state is `F` of microbatch 3 and `B` of microbatch 0; between the two the rank waits.)
 #
 # The gain is memory: at most $\min(m, p-r)$ microbatches are alive on rank $r$, whatever $m$ is. So $m$ can grow until
 # the bubble does not matter. With $p = 4$ and $m = 8$ rank 0 holds 4 activations instead of GPipe's 8.
 #
-# The library's lists are the same, which the cell above has asserted. One function writes those of the naive schedule,
-# of GPipe and of 1F1B, which differ in `ahead` alone: 0, $m$, or one forward for each rank that follows.
-# The picture compares 1F1B with GPipe: both end at the same time, but fewer activations are alive (lowest part).
+# The library's lists are the same. One function writes those of the naive schedule, of GPipe and of 1F1B, which differ
+# in `ahead` alone: 0, $m$, or one forward for each rank that follows. The picture compares 1F1B with GPipe: both end at
+# the same time, but fewer activations are alive (lowest part).
 
 # %%
+from minipar.parallel.pipeline import schedules
+
 if rank == 0:
     show_source(schedules._in_turn, schedules.one_f_one_b)
     names = {"a backward after each forward": "1f1b", "all forwards first": "gpipe"}
@@ -258,37 +291,38 @@ if rank == 0:
 # %% [markdown]
 # ## 7.4 Interleaved: smaller stages, shorter warm-up
 #
+# *Core, 10 minutes.*
+#
 # The idle time is $p-1$ times the `F` and `B` of a *stage*. So make stages shorter: give each rank $v$ of them, not one
 # after another but $p$ apart, rank $r$ the stages $r, p+r, 2p+r, \dots$ (Narayanan et al. 2021, section 2.2). A
 # microbatch goes $v$ times round the ranks. Filling the pipeline now takes $p-1$ stages of length $T_F/v$, so
 #
 # $$T_{\text{idle}} = \frac{(p-1)(T_F+T_B)}{v}, \qquad \text{bubble} = \frac{p-1}{vm+p-1}.$$
 #
-# Microbatches go in groups of $p$: a group passes stage $r$ of a rank, then stage $p+r$, and so on. So $p$ must divide
-# $m$.
+# Microbatches go in groups of $p$: a group passes stage $r$ of a rank, then stage $p+r$, and so on. $p$ of them are
+# just enough: when the last of the group has left rank 0, the first comes back from the last rank.
 #
-# Rank $r$ warms up with $2(p-1-r) + (v-1)p$ forwards. Its first backward is that of microbatch 0 through its *last*
-# stage. Before the forward of microbatch 0 through that stage, the first group of $p$ microbatches has passed the other
-# $v-1$ stages of the rank: $(v-1)p$ forwards. From there microbatch 0 goes down to the last rank in $p-1-r$ hops, and
-# its gradient comes back in as many. The rank does one forward for each of these $2(p-1-r)$ hops: here, unlike in 1F1B,
-# also while the gradient comes back.
+# How many forwards does rank $r$ do before its first backward? That backward is of microbatch 0 through the rank's
+# *last* stage. Count along the thick boxes of the next picture, in which `F` and `B` take one unit each:
+#
+# - first the group of $p$ microbatches passes the other $v-1$ stages of the rank: $(v-1)p$ forwards;
+# - then microbatch 0 goes down to the last rank in $p-1-r$ hops, and its gradient comes back in as many. For each hop
+# the rank does one forward, unlike in 1F1B also while the gradient comes back: $2(p-1-r)$ forwards;
+# - then the steady state begins, with a forward and a backward.
 
 
 # %%
 def interleaved_lists(p, m, v=2):
-    def action(kind, r, k):
-        """The k-th forward or backward of rank r; backwards take its stages from the last to the first."""
-        turn = k // p % v
-        return kind, k // (p * v) * p + k % p, (turn if kind == "F" else v - 1 - turn) * p + r
-
+    groups = [range(first, min(first + p, m)) for first in range(0, m, p)]
     lists = []
     for r in range(p):
-        ahead = min(2 * (p - 1 - r) + (v - 1) * p, m * v)
-        actions = [action("F", r, k) for k in range(ahead)]
+        forwards = [("F", i, turn * p + r) for group in groups for turn in range(v) for i in group]
+        backwards = [("B", i, turn * p + r) for group in groups for turn in reversed(range(v)) for i in group]
+        ahead = min((v - 1) * p + 2 * (p - 1 - r), m * v)
+        actions = forwards[:ahead]
         for k in range(m * v):
-            if ahead + k < m * v:
-                actions.append(action("F", r, ahead + k))
-            actions.append(action("B", r, k))
+            actions += forwards[ahead + k : ahead + k + 1]  # none is left in the cool-down
+            actions.append(backwards[k])
         lists.append(actions)
     return lists
 
@@ -297,16 +331,51 @@ for p, m in SIZES:
     if m % p == 0:
         assert interleaved_lists(p, m) == library_lists("interleaved-1f1b", p, m)
         assert all(idle(interleaved_lists(p, m), t) == (p - 1) * (t["F"] + t["B"]) for t in TIMES)  # times of a stage
+if rank == 0:
+    begin = timed(interleaved_lists(4, 8), {"F": 1, "B": 1})
+    show(figures.plot_warm_up(begin, p=4, rank=1, stages=8, end=14), "07_warm_up")
 
 # %% [markdown]
-# The library's version has the same order. It refuses an $m$ that $p$ does not divide, and says so.
+# The paler boxes are a rank's second stage. Rank 1 does $4 + 4$ forwards, then the pair's, then the first backward. No
+# rank has waited since its first action.
 #
-# Two prices. Rank 0 holds up to $2(p-1)+(v-1)p+1$ activations, each of $1/v$ of its layers: for $p = 4$, $v = 2$ and
-# $m = 8$ these are 11 halves, against 4 wholes in 1F1B. And there are more messages: each of the $pv-1$ cuts between
-# stages is crossed by $m$ microbatches in both directions, so a step has $2m(pv-1)$, 112 instead of 48. The bubble is
-# 3/19 instead of 3/11. In the picture the lighter boxes are a rank's second stage.
+# ### Why must p divide m?
+#
+# *Deeper, 3 minutes.*
+#
+# Let $p = 4$ and $m = 6$, so that the last group has two microbatches. The lists are still possible, and the gradients
+# would be right. But rank 0 has passed both through its first stage after two forwards, and the first of them comes
+# back from rank 3 only after four. How much does that cost? With $m = 4$ or 8, an `F` of 1 and a `B` of 2 each rank
+# idles for 9 units:
 
 # %%
+predict("idle units with m = 6", ...)  # replace the dots by your answer
+
+# %%
+idle_units = {m: idle(interleaved_lists(4, m), {"F": 1, "B": 2}) for m in range(4, 13)}
+say(f"idle with p = 4, by m: {idle_units}")
+assert [m for m in idle_units if idle_units[m] == 9] == [4, 8, 12]
+reveal("idle units with m = 6", idle_units[6], say)
+assert idle_units[6] == 19
+
+# %% [markdown]
+# With six microbatches each rank is idle for longer than with eight, so the schedule loses what it was made for. The
+# library's version has the same order and refuses an $m$ that $p$ does not divide.
+#
+# ### Two prices
+#
+# *Core, 3 minutes.*
+#
+# Interleaving has two prices. Rank 0 holds up to $2(p-1)+(v-1)p+1$ activations, each of $1/v$ of its layers: for $p =
+# 4$, $v = 2$ and $m = 8$ these are 11 halves, against 4 wholes in 1F1B. And there are more messages: each of the $pv-1$
+# cuts between stages is crossed by $m$ microbatches in both directions, so a step has $2m(pv-1)$, 112 instead of 48.
+# The bubble is 3/19 instead of 3/11. In the picture the lighter boxes are a rank's second stage.
+
+# %%
+from fractions import Fraction
+
+from minipar.parallel.pipeline.check import check
+
 if rank == 0:
     halves = simulate(make("interleaved-1f1b", 4, 8), Durations(*[Fraction(1, 2)] * 3))
     assert (halves.bubble_fraction, halves.peak_activations[0]) == (Fraction(3, 19), 11)
@@ -315,6 +384,8 @@ if rank == 0:
 
 # %% [markdown]
 # ## 7.5 Backward is two things
+#
+# *Core, 5 minutes.*
 #
 # Take one linear layer, $y = xA$, and the gradient $dy$. Backward computes two products:
 #
@@ -327,6 +398,13 @@ if rank == 0:
 # Two layers by hand: `I` puts a recipe for each weight gradient into a queue, and `W` runs them.
 
 # %%
+from functools import partial
+
+import numpy as np
+
+from minipar.autograd import DeferredGradients, defer_weight_gradients
+from minipar.parallel.pipeline.stage import PipelineStage
+
 x, dy, first, second = np.random.default_rng(3).normal(size=(4, 16, 16))
 between = x @ first  # y = between @ second
 queue, gradient = [], dy
@@ -347,6 +425,8 @@ if rank == 0:
 #
 # ### ZB-H1 and ZB-H2
 #
+# *Core, 8 minutes.*
+#
 # Take 1F1B and split each `B`. If `W` followed `I` at once, only the gradients' way up would get shorter. Put `W` off
 # further: rank $r$ does `W` of microbatch $i$ after `I` of microbatch $i + r$. The last rank keeps $p-1$ of its `W` for
 # the end, so its last `I` is done $(p-1)T_W$ earlier. This is **ZB-H1**. It runs no more forwards ahead than 1F1B.
@@ -358,10 +438,16 @@ if rank == 0:
 # **Memory has two counts.** Counted until `I`, rank $r$ of ZB-H1 holds $p-r$ microbatches, as in 1F1B, and rank 0 of
 # ZB-H2 $2p-1$. But a `W` that is put off keeps its inputs alive. In ZB-H1 $r$ of them wait when rank $r$ does a
 # forward, so counted until `W`, each rank holds $(p-r) + r = p$ microbatches; in ZB-H2 each holds $2p-1$. The pictures
-# and tables of this chapter count until `I`; problem 6 and exercise 11 in chapters/exercises count until `W`.
-
+# and tables of this chapter count until `I`; problem 6 and exercise 11 count until `W`.
+#
+# Exercise 11 asks for a schedule that beats 1F1B: `make exercises PYTEST="-k e11"`. Try it before you open the next
+# cell. And guess: with $p = 4$, $m = 7$ and the times 4, 5, 3 of `F`, `I` and `W`, 1F1B idles for 36 units.
 
 # %%
+predict("idle units of 1F1B, ZB-H1 and ZB-H2", ...)  # replace the dots by a list such as [36, 36, 36]
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def split_lists(ahead, delay, m):
     """Rank r runs ahead[r] forwards ahead, and does W delay[r] microbatches after I."""
     lists = []
@@ -381,6 +467,10 @@ def zero_bubble_lists(p, m, depth):
     return split_lists([depth * (p - 1 - r) for r in range(p)], [depth * r for r in range(p)], m)
 
 
+# %%
+reveal(
+    "idle units of 1F1B, ZB-H1 and ZB-H2", [idle(library_lists(n, 4, 7), REAL) for n in ("1f1b", "zb-h1", "zb-h2")], say
+)
 for p, m in SIZES:
     for k in (1, 2):
         lists = zero_bubble_lists(p, m, k)
@@ -394,6 +484,8 @@ for p, m in SIZES:
 # %% [markdown]
 # ### The longest path of ZB-H1 and ZB-H2
 #
+# *Deeper, 8 minutes.*
+#
 # With depth $k$ (1: ZB-H1, 2: ZB-H2) and $m \ge k(p-1) + 1$ one of three chains is the longest. The cell above has
 # asserted this for $p$ to 6, $m$ to 18, and eight sets of times:
 #
@@ -404,8 +496,8 @@ for p, m in SIZES:
 # | back: microbatch 0 goes down, its gradient comes back, then the rest of rank 0's list | $(p-1)(T_I-(k-1)T_F)$ |
 #
 # In the chain *up* the last rank does $m$ `F`, $m$ `I` and $m - 1 - k(p-1)$ `W`. Each of the other ranks adds one `F`
-# on the way down and one `I` on the way up. In the chain *back* the other ranks add an `F` and an `I` each as well, and
-# rank 0's $k(p-1)$ forwards between its first `F` and its first `I` are not part of it. So
+# on the way down and one `I` on the way up. The chain *back* also passes one `F` and one `I` of each other rank.
+# Meanwhile rank 0 does $k(p-1)$ further forwards, which are not on this chain, so they are subtracted. So
 #
 # $$T_{\text{idle}} = (p-1)\,\max\big(T_F,\;\; T_F+T_I-kT_W,\;\; T_I-(k-1)T_F\big).$$
 #
@@ -421,12 +513,14 @@ if rank == 0:
     for k, pieces in ((1, up), (2, down)):
         lists = zero_bubble_lists(4, 7, k)
         slots = timed(lists, REAL)
-        panels[f"ZB-H{k}, p = 4, m = 7"] = MarkedPath(slots, longest_path(lists, slots), pieces)
+        panels[f"ZB-H{k}, p = 4, m = 7"] = figures.MarkedPath(slots, longest_path(lists, slots), pieces)
     assert [idle(library_lists(name, 4, 7), REAL) for name in ("1f1b", "zb-h1", "zb-h2")] == [36, 18, 12]
-    show(plot_paths(panels, "$T_F = 4$, $T_I = 5$, $T_W = 3$"), "07_zero_bubble_paths")
+    show(figures.plot_paths(panels, "$T_F = 4$, $T_I = 5$, $T_W = 3$"), "07_zero_bubble_paths")
 
 # %% [markdown]
 # ### What "zero bubble" means
+#
+# *Deeper, 8 minutes.*
 #
 # With $T_F = T_I = T_W = 1$, $p = 4$ and $m = 8$ ZB-H1 and ZB-H2 both idle for 3 of 27 units: 1/9. Where then is the
 # zero? In ZB-H2 a rank that has begun never pauses until it is done: rank $r$ works without a gap from time $r$ to time
@@ -463,12 +557,16 @@ for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items(
 # %% [markdown]
 # ### ZB-V
 #
+# *Deeper, 5 minutes.*
+#
 # ZB-H2 pays with twice the activations. The V-shaped schedule (Qi et al. 2024, arXiv 2405.15362) needs no more than
 # 1F1B: two stages per rank, the second half of the pipeline running *back up*. Rank $r$ has stages $r$ and $2p-1-r$.
 # The last stage lies on rank 0, beside the first. So a microbatch's backward can begin where its forward ended, without
 # a way down. A rank holds at most $2p$ activations of half size. And as both ends are on one rank, embedding and head
 # are there together. For $T_F = T_I = T_W$ and $m \ge 2p - 1$ no rank ever pauses: the idle time is the start, $p-1$
-# half-sized forwards. **DualPipeV** (DeepSeek-V3, 2412.19437) overlaps a forward with a backward on the same V, in
+# half-sized forwards. That is the 1/17 = 5.9 % of the first page.
+#
+# **DualPipeV** (DeepSeek-V3, 2412.19437) overlaps a forward with a backward on the same V, in
 # pairs such as `(0F5;7B1)OVERLAP_F_B`: one half computes while the other communicates, which hides the all-to-alls of
 # experts. It needs $m \ge 2p$, and idles $(p-1)(T_{F\&B} + T_B - 3T_W)$, with the times of one stage. In the second
 # picture `F` and `I` have a growing share of all-to-alls.
@@ -476,18 +574,27 @@ for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items(
 # %%
 assert all(idle(library_lists("zbv", p, m), EQUAL) == p - 1 for p, m in SIZES if m >= 2 * p - 1)  # times of a half
 if rank == 0:
+    from visualize import gallery, plot_schedules
+
     lines = gallery(4, 8)
     show(plot_schedules({name: lines[name] for name in ("1F1B", "ZB-H1", "ZB-H2", "ZB-V", "DualPipeV")}), "07_gallery")
-    show(plot_overlap(4, 16), "07_overlap")
+    show(figures.plot_overlap(4, 16), "07_overlap")
 
 # %% [markdown]
 # ## 7.6 Memory against bubble
+#
+# *Core, 4 minutes.*
 #
 # All schedules for 4 ranks and 8 microbatches, with equal times and with 4, 5, 3.
 
 # %%
 if rank == 0:
-    say(schedule_table(4, 8))
+    say(figures.schedule_table(4, 8))
+    spots = {
+        name: (max(check(line.schedule).peak_activations) * 4 / line.schedule.stages) for name, line in lines.items()
+    }
+    points = {name: (spots[name], float(line.bubble_fraction)) for name, line in lines.items()}
+    show(figures.plot_memory_and_bubble(points), "07_memory_and_bubble")
     bubbles = [line.bubble_fraction for line in lines.values()]
     assert bubbles == [Fraction(*each) for each in ((3, 4), (3, 11), (3, 11), (3, 19), (1, 9), (1, 9), (1, 17), (1, 9))]
     real = {name: line.bubble_fraction for name, line in gallery(4, 8, Durations(4, 5, 3)).items()}
@@ -497,12 +604,17 @@ if rank == 0:
 # There is no best row. The bubble falls from 3/11 = 0.273 (1F1B) to 3/19 (interleaved), 1/9 (ZB-H1) and 1/17 (ZB-V).
 # With the times 4, 5, 3 ZB-H1 is no better than interleaving: 3/19 for both. Interleaving and ZB-V pay with messages
 # (112 and 96 against 48), ZB-H2 with memory: 7 activations against 4. And all zero-bubble schedules keep $x$ and $dy$
-# for each `W` that waits; the column of activations, counted until `I`, does not contain them. Choose by what is short:
+# for each `W` that waits. The column "W waiting" counts these; the column of activations, counted until `I`, does not
+# contain them. Choose by what is short:
 # memory, network, or time.
 #
-# **With recompute.** A GPT block keeps $20 + 2/h + aT/h$ times $BTh$ elements for its backward, $BTh$ being the size of
-# its input (chapter 6's table without dropout; $a$ heads). In the cell below that is 22.125. A rank with $L/p$ blocks,
-# on which `alive` microbatches are alive, holds at most
+# ### With recompute
+#
+# *Deeper, 6 minutes.*
+#
+# A GPT block keeps $20 + 2/h + aT/h$ times $BTh$ elements for its backward. $BTh$ is the size of its input: $B$ samples
+# of $T$ tokens with $h$ elements (chapter 6's table without dropout; $a$ heads). In the cell below that is 22.125. A
+# rank with $L/p$ blocks, on which `alive` microbatches are alive, holds at most
 #
 # $$\underbrace{\text{alive}\,\Big(22.125\,\frac{L}{p} + 1\Big) + 5}_{\text{without recompute}} \qquad
 # \underbrace{\text{alive}\,\frac{L}{p} + 22.125 + 6}_{\text{with it}}$$
@@ -514,6 +626,8 @@ if rank == 0:
 # not 5. The price is one more forward for each backward. The ledger of chapter 5 counts both on a stage:
 
 # %%
+from chapters.support.ch07 import train as train_pipelines
+
 peak = train_pipelines.peak_activations
 for alive, blocks in ((1, 1), (2, 3), (4, 2)):
     assert peak(alive, blocks, recompute=False) == alive * (22.125 * blocks + 1) + 5
@@ -521,6 +635,8 @@ for alive, blocks in ((1, 1), (2, 3), (4, 2)):
 
 # %% [markdown]
 # ## 7.7 The lists on the ranks
+#
+# *Core, 8 minutes.*
 #
 # A list is a program. `run_list` does one rank's list for a stage $y = \tanh(xA)$ on plain arrays, with sends and
 # receives. It serves all lists with one stage per rank. The loss is $\frac12 \sum y^2$ of the last stage, whose
@@ -571,11 +687,17 @@ say(f"five schedules on {stages} ranks, m = {microbatches}: the gradients of one
 # Why can the bits be equal? A stage does the same products on the same values as the whole model would. Sums over
 # microbatches are taken in their order 0, 1, 2, ... in every schedule.
 #
+# ### In the library
+#
+# *Deeper, 6 minutes.*
+#
 # The library's executor does the same with a GPT, and a receive is a step of its list. It starts a receive when the
 # list comes to it and waits for it when its result is used. It serves several stages on a rank: a result for a stage of
 # the same rank is handed over without a message. And it counts the activations that are alive.
 
 # %%
+from minipar.parallel.pipeline.stage import PipelineExecutor
+
 if rank == 0:
     show_source(PipelineExecutor.run, PipelineExecutor._message)
 for name in [each for each in schedules.SCHEDULES if each != "dualpipev" or microbatches >= 2 * stages]:
@@ -596,35 +718,40 @@ right = run.losses  # the same with every schedule
 #
 # ## 7.8 Messages, and the deadlock that blocking sends make
 #
+# *Deeper, 8 minutes.*
+#
 # `lower` adds the messages to a list: a SEND where a result is made, a RECV on the other rank. In which order? Take the
 # middle of 1F1B on two ranks. A hand-written list says what seems natural: *send what you have made, then receive what
 # you need*.
 
 
 # %%
+from minipar.parallel.pipeline.actions import parse_action
+
+
 def written(*lists):
     """A schedule from text, one string per rank."""
     return Schedule.of("by hand", [[parse_action(action) for action in actions.split()] for actions in lists])
 
 
-send_first = written(
-    "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
-)
+by_hand = ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1")
+send_first = written(*by_hand)
 assert "rank 0 at 0SEND_F1, rank 1 at 1SEND_B0" in train_pipelines.refusal(check, send_first)
 say(train_pipelines.refusal(check, send_first))
+if rank == 0:
+    show(figures.draw_crossing([actions.split() for actions in by_hand], stopped=(3, 3)), "07_crossing")
 
 # %% [markdown]
-# Rank 0 is in the middle of sending `F1` and will receive `B0` afterwards. Rank 1 is in the middle of sending `B0` and
-# will receive `F1` afterwards. If a send returns only when its message has been received, both wait for ever. Nothing
-# is wrong with the computations.
+# Arrows are messages; the two red ones cross. Rank 0 is in the middle of sending `F1` and will receive `B0` afterwards.
+# Rank 1 is in the middle of sending `B0` and will receive `F1` afterwards. If a send returns only when its message has
+# been received, both wait for ever. Nothing is wrong with the computations.
 #
 # Whether it hangs depends on how messages are sent. MPI's blocking `Send` may copy a *small* message aside and return
-# (*eager*), but must wait for the receiver with a large one (*rendezvous*). So such a program passes all tests on a toy
-# model, and hangs when the hidden size grows. Two remedies:
+# (*eager*), but must wait for the receiver with a large one (*rendezvous*; [chapter 3](03_collectives.ipynb)). So such
+# a program passes all tests on a toy model, and hangs when the hidden size grows. Two remedies:
 #
 # - **an order** that works even if every send blocks, which is what the checker demands, and what `lower` produces: it
 #   goes through a simulation in time and puts each SEND and its RECV at the same moment;
-#
 # - **messages that do not block**: start the send, go on, and wait for it at the end of the step. `run_list` and the
 #   executor do so. (Megatron pairs the two: one call starts `send_forward` and `recv_backward` together.)
 #
@@ -632,6 +759,9 @@ say(train_pipelines.refusal(check, send_first))
 # two threads: `run_local` is a transport without eager copies that sees when every rank waits.
 
 # %%
+from minipar.comm import run_local
+from minipar.parallel.pipeline.check import lower
+
 if rank == 0:
     two_ranks = one_f_one_b_lists(2, 4), np.ones((2, 16, 16)), np.ones((4, 8, 16))
     run_local(2, run_list, *two_ranks)
@@ -643,14 +773,26 @@ if rank == 0:
 # %% [markdown]
 # ## 7.9 How long `F`, `I` and `W` take
 #
+# *Deeper, 8 minutes.*
+#
 # For one block with $N = BT$ tokens forward has $24 N h^2$ operations in the four linear layers, and $4 N T h$ in
 # attention's two products (scores, and probabilities times values). Backward does two products for each. Those of the
 # *linear* layers are one for `I` and one for `W`. Attention's products have no weights, so both are `I`:
 #
 # $$T_F \propto 24Nh^2 + 4NTh, \qquad T_I \propto 24Nh^2 + 8NTh, \qquad T_W \propto 24Nh^2.$$
 #
-# So in operations of matrix products $T_W < T_F < T_I$, the more so the longer the sequence. Measured times can differ,
-# as in the table above, because LayerNorm, softmax and residuals are in F and I. The head adds $2NhV$ to each on the
+# So in operations of matrix products $T_W < T_F < T_I$, the more so the longer the sequence. For $h = 4096$:
+
+# %%
+if rank == 0:
+    h, lengths = 4096, [1024 * k for k in range(1, 17)]
+    linear = 24 * h**2  # operations per token
+    operations = {"F": [linear + 4 * T * h for T in lengths], "I": [linear + 8 * T * h for T in lengths]}
+    show(figures.plot_operations(lengths, operations | {"W": [linear] * len(lengths)}), "07_operations")
+
+# %% [markdown]
+# Measured times can differ,
+# because LayerNorm, softmax and residuals are in F and I. The head adds $2NhV$ to each on the
 # last stage.
 #
 # Is the simulator right? The executor runs on the `model` clock (chapter 3), which every matrix product of the
@@ -681,9 +823,11 @@ if rank == 0:
 #
 # ## 7.10 The embedding that two ranks need, and replicas
 #
-# GPT-2's output head *is* the token embedding: one matrix of $V \times h$, used first and last. In a pipeline two ranks
-# need it. Its gradient is a sum of two contributions, one from each end. Both copies must get **the sum**, once, and
-# take the same update.
+# *Deeper, 8 minutes.*
+#
+# GPT-2's output head *is* the token embedding: one matrix of $V \times h$ for $V$ words, used first and last. In a
+# pipeline two ranks need it. Its gradient is a sum of two contributions, one from each end. Both copies must get **the
+# sum**, once, and take the same update.
 #
 # minipar gives the matrix to the first stage. The head borrows it. After the last backward the head's contribution
 # travels up, is added, and after the optimizer's step the new values travel down: $Vh$ elements each way per step,
@@ -696,6 +840,8 @@ if rank == 0:
 # one device too.
 
 # %%
+from minipar.parallel.pipeline.stage import PipelineParallel
+
 if rank == 0:
     show_source(PipelineParallel.fetch_tied_gradient)
 
@@ -725,6 +871,8 @@ if ranks % 2 == 0 and ranks > 2:
 #
 # ## 7.11 Never draining: PipeDream and 2BW
 #
+# *Deeper, 6 minutes.*
+#
 # All schedules so far are *synchronous*: the pipeline drains, then the optimizer steps. **PipeDream** (Narayanan et al.
 # 2019) does not drain. Microbatches enter in 1F1B's order, and a stage updates its weights after every backward. Only
 # the first and the last microbatches of the whole training see a bubble.
@@ -736,6 +884,20 @@ if ranks % 2 == 0 and ranks > 2:
 # every stage sees the same delay. With $\theta_u$ for the parameters after $u$ updates and learning rate $\eta$:
 #
 # $$\theta_{u+1} = \theta_u - \eta\, \nabla f(\theta_{u-1}).$$
+#
+# In the picture the digit in a box is the version of the weights, and the hatched boxes are backwards:
+
+# %%
+from chapters.support.ch07.pipedream import Staleness, differences_from_one_device
+
+if rank == 0:
+    slots = timed(one_f_one_b_lists(4, 16), EQUAL)
+    rules = {"PipeDream": Staleness(4).version, "2BW, an update after 4 microbatches": Staleness(4, group=4).version}
+    show(figures.draw_versions(slots, rules, end=30), "07_versions")
+
+# %% [markdown]
+# Follow a row of PipeDream: a backward has the version of its forward, which on stage 0 is up to three updates old. On
+# the last stage it is the newest. In 2BW every stage uses the same version, the one before the newest.
 #
 # Neither equals synchronous training, because the gradients are of other weights. What *can* be proved: each equals one
 # device that computes each microbatch with the same old weights, bit for bit.
@@ -754,19 +916,20 @@ for group, name in ((1, "PipeDream"), (max(2, stages), "2BW")):
 #
 # ## 7.12 Mistakes, and what notices them
 #
+# *Deeper, 8 minutes.*
+#
 # We have two instruments: **check**, before anything runs, which sees lists only, and **verify**, afterwards: does one
 # device get the same parameters, losses and norms? Before you read on: which catches which?
 #
 # 1. **A receive is missing.** And what if the *send* were missing too?
-#
 # 2. **A backward comes before its forward**, or each rank's order is possible, but together they wait in a circle.
-#
 # 3. **A W is forgotten.**
-#
 # 4. **A microbatch is counted twice**: the schedule is right, but the program gives microbatch 1 the samples of
 # microbatch 0.
-#
 # 5. **The tied gradient is dropped**: the head's contribution stays on the last rank.
+
+# %%
+predict("caught by check", ...)  # replace the dots by a list of the mistakes 1 to 5, such as [1, 2]
 
 # %%
 up, down = (" ".join(map(str, actions)) for actions in lower(make("1f1b", 2, 2)).ranks)
@@ -783,13 +946,18 @@ for what, kind in (("4. counted twice", train_pipelines.CountsTwice), ("5. dropp
     run = runs.train("1f1b", kind=kind)
     assert stages == 1 or (run.verdict.passed, run.losses[0] == right[0]) == (False, what == "5. dropped")
     say(f"{what}: losses {run.losses[0]:.4f}, {run.losses[1]:.4f}\n     {run.verdict.line}")
+reveal("caught by check", [int(what[0]) for what in mistakes if what[0] != " "], say)
 
 # %% [markdown]
-# The checker sees a list, not what an action means: only verify catches 4 and 5. With mistake 5 the first loss is
-# right, for the weights are: only their update is wrong. The run learns and looks healthy. In a real code base this bug
-# has another face: with two copies of the matrix that are updated separately, the copies drift apart.
+# The checker refuses 1, 2 and 3 before anything runs. (Without the send *and* the receive of an activation the forward
+# has no input: it is refused as well.) It sees a list, not what an action means: only verify catches 4 and 5. With
+# mistake 5 the first loss is right, for the weights are: only their update is wrong. The run learns and looks healthy.
+# In a real code base this bug has another face: with two copies of the matrix that are updated separately, the copies
+# drift apart.
 #
 # ## 7.13 PyTorch's names
+#
+# *Deeper, 2 minutes.*
 #
 # | minipar | PyTorch, `torch.distributed.pipelining` | Megatron-LM (M) and DeepSpeed (D) |
 # | --- | --- | --- |
@@ -809,57 +977,53 @@ for what, kind in (("4. counted twice", train_pipelines.CountsTwice), ("5. dropp
 #
 # ## 7.14 Problems
 #
-# 1. **$p = 8$.** How many microbatches does 1F1B need for a bubble *below* 0.1? And interleaving with $v = 2$?
+# *Deeper, 40 minutes.*
 #
+# 1. **$p = 8$.** How many microbatches does 1F1B need for a bubble *below* 0.1? And interleaving with $v = 2$?
 # 2. **$p = 8$, $m = 16$, times 4, 5, 3.** What are the idle times and bubbles of 1F1B and ZB-H1? By which factor does
 # ZB-H1 divide the idle time, and by which the bubble?
-#
 # 3. **$p = 4$, $v = 3$, $m = 8$.** How many forwards does each rank of the interleaved schedule do in its warm-up? How
 # many activations, each of a third of a rank's layers, does rank 0 hold at most, and how many messages travel in a
 # step?
-#
 # 4. **GPipe or 1F1B?** $p = 4$, $m = 32$, three blocks per rank, 22.125 as in 7.6. What is the peak of rank 0, in units
 # of $BTh$ elements: GPipe, 1F1B, and both with recompute?
-#
 # 5. **`W` longer than `F` and `I` together.** With depth 1, $(p-1)(T_F+T_I-T_W)$ becomes negative if $T_W > T_F+T_I$.
 # What is ZB-H1's idle time then, and why?
-#
 # 6. **Five activations.** With $p = 4$, $m = 8$ and times 4, 5, 3 ZB-H1 idles for 18 and holds 4 activations on rank 0,
 # counted until `I`; ZB-H2 idles for 12 and holds 7. Between them lies `ahead` 4, 3, 2, 0, with which rank 0 holds 5.
 # Let `delay` be 0, 1, 2 on the first three ranks. Try 3, 4, 5, 6 on the last, with `split_lists` and `idle`. Which is
 # the first that idles for less than 14? How many microbatches does the last rank then hold, counted until `W`?
-#
 # 7. **The head.** With $V = 50{,}257$, $h = 768$, $T = 1024$, 12 blocks: how many blocks does the head cost in forward?
 # (It cannot be split, and a stage may have no block. The embedding costs nothing.) How should the cuts lie with 4
 # ranks? And which bubble, averaged over the ranks, remains at least with 8, whatever the schedule?
 #
 # ## 7.15 Answers
 #
+# *Deeper, 10 minutes.*
+#
+# <details><summary>Answers</summary>
+#
 # 1. $(p-1)/(vm+p-1) < 1/10$ means $vm > 9(p-1) = 63$: $m = 64$ for 1F1B. With $v = 2$, $m > 31.5$, and $p$ divides
 # $m = 32$.
-#
 # 2. Idle: $7 \cdot 12 = 84$ and $7 \cdot (4+5-3) = 42$, half. The work is $16 \cdot 12 = 192$, so the bubbles are
 # $84/276 = 7/23$ and $42/234 = 7/39$. The bubble is divided by 39/23 and not by 2, because the total has become
 # shorter too.
-#
 # 3. 14, 12, 10, 8 forwards: $2(p-1-r) + (v-1)p$. Rank 0 holds one more, 15 thirds: 5 wholes. There are $pv - 1 = 11$
 # cuts, each crossed by 8 microbatches in both directions: 176 messages.
-#
 # 4. GPipe $32\,(22.125 \cdot 3 + 1) + 5 = 2161$, with recompute $32 \cdot 3 + 28.125 = 124.125$. In 1F1B 4 are alive:
 # 274.5, and 40.125 with recompute. Recompute helps GPipe more than 1F1B's order does, and costs a forward; 1F1B costs
 # nothing.
-#
 # 5. $(p-1)\max(T_F, T_I)$: the chain *up* is shorter than the other two. The last rank cannot begin before $(p-1)T_F$,
 # and rank 0 waits $(p-1)T_I$ for its first gradient, because its own forwards cover only the way down.
-#
 # 6. The idle times are 18, 15, 13, 13: so 5. From 3 to 4 the chain *up* gets shorter by $T_W$; at 5 another chain is
 # the longest. The last rank does its first `W` after 6 forwards, so it holds 6 until `W`.
-#
 # 7. A block has $24h^2 + 4Th$ operations per token and the head $2hV$: 4.46 blocks. With 4 ranks the cuts 4, 4, 4 and
 # 0 + head are nearly equal. With 8 ranks the head alone takes more than twice the mean of $16.46/8$ blocks. It sets the
 # pace, and at least $1 - 2.06/4.46 = 0.54$ of the ranks' time is idle.
+#
+# </details>
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 assert [simulate(make("1f1b", 8, m)).bubble_fraction for m in (63, 64)] == [Fraction(1, 10), Fraction(7, 71)]
 assert idle(interleaved_lists(8, 32), EQUAL) == 7 * 3  # beside 64 stages of 3 each: 7/71
 assert [idle(library_lists(name, 8, 16), REAL) for name in ("1f1b", "zb-h1")] == [84, 42]
@@ -871,13 +1035,10 @@ assert all(idle(zero_bubble_lists(4, 8, 1), t) == 3 * max(t["F"], t["I"]) for t 
 assert [idle(split_lists([4, 3, 2, 0], [0, 1, 2, last], 8), REAL) for last in (3, 4, 5, 6)] == [18, 15, 13, 13]
 head_in_blocks = 2 * 768 * 50257 / (24 * 768**2 + 4 * 1024 * 768)
 assert round(head_in_blocks, 2) == 4.46 and round(1 - (12 + head_in_blocks) / 8 / head_in_blocks, 2) == 0.54
-say(f"7. The head takes as long as {head_in_blocks:.2f} blocks.")
 
 # %% [markdown]
 # In the notebook, the last cell lets you change $p$, $m$, $v$, the schedule and the times, and the picture follows.
 # Readers without a running notebook see one picture there: ZB-H1 with the times 4, 5, 3.
-#
-# Exercises 10 and 11 in chapters/exercises are about this chapter.
 
 # %% tags=["active-ipynb"]
 # %autopx

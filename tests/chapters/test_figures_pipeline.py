@@ -143,3 +143,42 @@ def test_the_table_has_a_row_for_each_schedule():
 
 def test_outside_a_notebook_exploring_is_one_picture():
     assert explore_schedules().axes[0].get_title(loc="left") == "ZB-H1"
+
+
+def actions_of(name, p, m, times):
+    slots = timeline(name, p, m, **times).ranks
+    return {
+        (slot.action.kind, slot.action.microbatch, slot.action.stage): (slot.start, slot.end)
+        for row in slots
+        for slot in row
+    }
+
+
+def test_the_warm_up_counts_the_hops():
+    times = actions_of("interleaved-1f1b", 4, 8, {"forward": 1, "backward_input": 1, "backward_weight": 0})
+    axes = figures_pipeline.plot_warm_up(times, p=4, rank=1, stages=8, end=14).axes[0]
+    spans = [text.get_text() for text in axes.texts if text.get_gid() == "span"]
+    assert spans[0].startswith("4 forwards") and spans[1].startswith("4 forwards: 2 hops down")
+    assert len([patch for patch in axes.patches if patch.get_gid() == "way"]) == 6  # down three ranks and back
+
+
+def test_crossing_messages_join_a_send_with_its_receive():
+    lists = ["0F0", "0SEND_F0", "0RECV_B0"], ["1RECV_F0", "1B0", "1SEND_B0"]
+    axes = figures_pipeline.draw_crossing(lists, stopped=(1, 2)).axes[0]
+    arrows = [(text.xyann[0], text.xy[0]) for text in axes.texts if hasattr(text, "arrow_patch") and text.arrow_patch]
+    assert sorted(arrows) == [(1.5, 0.5), (2.5, 2.5)]
+
+
+def test_versions_stand_in_their_boxes():
+    times = {("F", 0, 0): (0, 1), ("F", 5, 0): (1, 2), ("B", 0, 0): (2, 4)}
+    axes = figures_pipeline.draw_versions(times, {"a rule": lambda stage, microbatch: microbatch + stage}, end=3).axes[
+        0
+    ]
+    assert [text.get_text() for text in axes.texts if text.get_text()] == ["0", "5"]  # the backward ends too late
+
+
+def test_points_and_lines_are_where_the_values_are():
+    axes = figures_pipeline.plot_memory_and_bubble({"a": (4, 0.25), "b": (7, 0.1)}).axes[0]
+    assert [tuple(line.get_xydata()[0]) for line in axes.lines] == [(4, 0.25), (7, 0.1)]
+    axes = figures_pipeline.plot_operations([1, 2], {"F": [2, 3], "W": [2, 2]}).axes[0]
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1, 1.5], [1, 1]]

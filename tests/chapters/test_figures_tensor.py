@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from chapters.support.ch06.figures import RANKS, block_halves, plot_blocks, plot_cuts
+from chapters.support.ch06.figures import (
+    RANKS,
+    block_halves,
+    draw_caught,
+    draw_groups,
+    draw_split_loss,
+    plot_blocks,
+    plot_cuts,
+    plot_kept,
+    plot_links,
+)
 from minipar.autograd import causal_attention, gelu
 from minipar.comm import run_local
 from minipar.nn import GPT, GPTConfig
@@ -68,3 +78,31 @@ def test_cuts_cover_each_matrix_in_the_ranks_order():
     assert sum(areas[:6]) == pytest.approx(48) and sum(areas[6:]) == pytest.approx(16)
     assert patches[0].get_height() == 4 and patches[6].get_width() == 4  # whole columns, whole rows
     assert words_of(figure) == [*"010101", "qkv", *"01", "proj"]
+
+
+def test_groups_show_each_head_on_the_ranks_that_need_it():
+    few, many = draw_groups(heads=8, kv_heads=4, rank_counts=(4, 8)).axes
+    few_words, many_words = ([text.get_text() for text in axes.texts] for axes in (few, many))
+    assert few_words.count("k1") == few_words.count("v1") == 1
+    assert many_words.count("k1") == many_words.count("v1") == 2
+    assert few_words.count("q3") == many_words.count("q3") == 1
+    dashed = [patch for patch in many.patches if patch.get_linestyle() == "--"]
+    assert len(dashed) == 16 and not [patch for patch in few.patches if patch.get_linestyle() == "--"]
+
+
+def test_the_split_loss_names_what_is_summed():
+    words = words_of(draw_split_loss(tokens=4, columns=9, ranks=3))
+    assert {"all-reduce:\nmaximum", "all-reduce:\nsum", "loss"} <= set(words)
+
+
+def test_bars_of_memory_and_links_are_as_long_as_their_values():
+    kept = plot_kept({"a": (1e6, 2e6, 4e6)}, ("x", "y", "z")).axes[0]
+    assert [patch.get_width() for patch in kept.patches] == [1, 2, 4]
+    bars, lines = plot_links({"fast": (2.0, 1.0)}, {"fast": ([1, 2], [5.0, 3.0])}, alone=5.0).axes
+    assert [patch.get_height() for patch in bars.patches] == [2.0, 1.0]
+    assert list(lines.lines[0].get_ydata()) == [5.0, 3.0]
+
+
+def test_a_check_is_filled_where_it_has_noticed():
+    axes = draw_caught({"one": {"b"}, "two": set()}, ("a", "b")).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["", "caught", "", ""]

@@ -88,3 +88,18 @@ def test_the_difference_to_one_device_is_rounding_unless_broken():
 def test_sequence_parallelism_keeps_less_and_dropout_more():
     plain, dropped, divided = (kept_by_a_layer(2, *how) for how in ((False, 0.0), (False, 0.1), (True, 0.1)))
     assert divided < plain < dropped
+
+
+def test_the_answers_of_chapter_6_are_the_formulas_values():
+    sent_per_layer = 8 * 4 * 2048 * 4096 * 7 // 8 * 2
+    assert (sent_per_layer, round(sent_per_layer / 450e9 * 1e3, 2)) == (469_762_048, 1.04)
+    for_loss, for_logits = (n * 7 // 8 * 4 for n in (6 * 8192, 8192 * 50_264))
+    assert (for_loss, for_logits, round(for_logits / for_loss)) == (172_032, 1_441_169_408, 8377)
+    assert round(16 * 7 * 4e14 / 50e9 / 72) == 12_444
+    crossovers = [round(1 + 4.5 * 6144 / (4e14 / bandwidth), 1) for bandwidth in (450e9, 50e9, 12.5e9)]
+    assert crossovers == [32.1, 4.5, 1.9]  # ranks at which sums take as long as computation (6.11)
+    kept = [round(2048 * 12_288 * per_element) for per_element in (114, 23, 14.25)]
+    assert kept == [2_868_903_936, 578_813_952, 358_612_992]
+    head = 2 * 4096 * 128  # elements of one head's k and v matrices; an all-reduce over 2 ranks sends as many
+    assert (4 * head, 32 * 4 * head) == (4_194_304, 134_217_728)
+    assert 8 * 8192 * 4096 * 15 // 16 * 2 == 503_316_480

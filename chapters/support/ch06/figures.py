@@ -1,12 +1,12 @@
-"""Draw for chapter 6: a block over t ranks with its shapes (6.3, 6.9), and how matrices are cut (6.4)."""
+"""Draw for chapter 6: cut matrices, heads, logits (6.1, 6.4, 6.5), blocks (6.3, 6.9), memory, links and mistakes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from chapters.support.draw import RANKS, box
-from visualize.style import DARK, INK, MINT, PAPER, Picture, picture
+from chapters.support.draw import RANKS, box, finish, note, show_cells
+from visualize.style import COLOURS, DARK, INK, MINT, PAPER, VERMILION, Picture, picture
 
 # (title of the block; the mapping that enters a pair and what its backward sends; the same of the one that leaves it)
 PLAIN = ("tensor parallelism: f and g", "f", "backward:\nall-reduce", "g", "forward:\nall-reduce")
@@ -140,3 +140,135 @@ def _draw_half(axes: Axes, top: float, half: str, nodes: Sequence[tuple[str, str
         if sends:
             note = at_enter if name == enter else at_leave
             axes.text(x, middle - 0.23, note, fontsize=8, ha="center", va="top", color=INK, linespacing=1.0)
+
+
+def draw_groups(heads: int, kv_heads: int, rank_counts: Sequence[int]) -> Picture:
+    """Draw which heads each rank has with grouped queries: a panel for each number of ranks.
+
+    A frame is a rank. It holds its heads of q and, below, the heads of k and v that they read. A copy of a head
+    which another rank holds, too, has a dashed edge.
+    """
+    figure = picture(7.0, 1.75 * len(rank_counts))
+    panels = figure.subplots(len(rank_counts), 1, squeeze=False)[:, 0]
+    for axes, ranks in zip(panels, rank_counts, strict=True):
+        own = heads // ranks
+        for rank in range(ranks):
+            left = rank * own
+            frame = Rectangle((left + 0.04, -1.42), own - 0.08, 2.36, fill=False, edgecolor=INK, linewidth=1.0)
+            axes.add_patch(frame)
+            axes.text(left + own / 2, 1.0, f"rank {rank}", ha="center", va="bottom", fontsize=8, color=INK)
+            for head in range(left, left + own):
+                box(
+                    axes,
+                    (head + 0.12, 0.12),
+                    (0.76, 0.7),
+                    RANKS[head * kv_heads // heads],
+                    f"q{head}",
+                    edgecolor="white",
+                )
+            readers = heads // kv_heads
+            for group in sorted({head // readers for head in range(left, left + own)}):
+                first = max(left, group * readers)
+                width = min(left + own, (group + 1) * readers) - first
+                edge = {"edgecolor": "white"}
+                if width < readers:
+                    edge = {"edgecolor": INK, "linestyle": "--", "linewidth": 1.6}
+                for low, letter in ((-0.58, "k"), (-1.32, "v")):
+                    corner, size = (first + 0.12, low), (width - 0.24, 0.6)
+                    box(axes, corner, size, RANKS[group], f"{letter}{group}", **edge)
+        title = f"{ranks} ranks" if ranks <= kv_heads else f"{ranks} ranks: a head with a dashed edge is on two ranks"
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set(xlim=(-0.02, heads + 0.02), ylim=(-1.5, 1.35))
+        axes.set_axis_off()
+    return figure
+
+
+def draw_split_loss(tokens: int, columns: int, ranks: int) -> Picture:
+    """Draw the logits of a few tokens over the ranks, and the three columns of values that the loss needs from all."""
+    figure = picture(7.0, 2.5)
+    axes = figure.add_subplot()
+    own = columns // ranks
+    for rank in range(ranks):
+        left = rank * own
+        for token in range(tokens):
+            box(axes, (left, -token - 1), (own, 0.9), RANKS[rank], f"N x V/t, rank {rank}" if token == 0 else "")
+    right = float(columns)
+    steps = (("all-reduce:\nmaximum", (r"$\mu$",)), ("all-reduce:\nsum", ("$E$", "target's\nlogit")), ("", ("loss",)))
+    for label, names in steps:
+        arrow = {"arrowstyle": "-|>", "color": INK}
+        axes.annotate("", (right + 2.3, -tokens / 2), (right + 0.3, -tokens / 2), arrowprops=arrow)
+        axes.text(right + 1.3, -tokens / 2 + 0.3, label, ha="center", va="bottom", fontsize=8, color=INK)
+        right += 2.6
+        for name in names:
+            for token in range(tokens):
+                box(axes, (right, -token - 1), (0.9, 0.9), PAPER, "")
+            axes.text(right + 0.45, 0.15, name, ha="center", va="bottom", fontsize=8, color=INK)
+            right += 1.2
+    axes.text(-0.2, -tokens / 2, "tokens", rotation=90, ha="right", va="center", fontsize=8, color=INK)
+    axes.set(xlim=(-1.0, right), ylim=(-tokens - 0.2, 1.3))
+    axes.set_axis_off()
+    return figure
+
+
+def plot_kept(bars: Mapping[str, Sequence[float]], kinds: Sequence[str]) -> Picture:
+    """Draw the bytes that a layer keeps for backward on each rank: a stacked bar for each way to divide it."""
+    figure = picture(7.0, 2.4)
+    axes = figure.add_subplot()
+    looks = ((COLOURS["activations"], "///"), (VERMILION, "..."), (COLOURS["forward"], ""))
+    for place, parts in enumerate(bars.values()):
+        left = 0.0
+        for kind, part, (colour, hatch) in zip(kinds, parts, looks, strict=True):
+            label = kind if place == 0 else None
+            axes.barh(place, part / 1e6, 0.6, left, color=colour, hatch=hatch, edgecolor="white", label=label)
+            left += part / 1e6
+        axes.text(left, place, f"  {left:,.0f} MB", va="center", fontsize=9, color=INK)
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.invert_yaxis()
+    widest = max(sum(parts) for parts in bars.values()) / 1e6
+    finish(axes, legend="lower right", bars="y", xlabel="MB kept by a layer on each rank", xlim=(0, 1.15 * widest))
+    return figure
+
+
+def plot_links(
+    bars: Mapping[str, tuple[float, float]], lines: Mapping[str, tuple[Sequence[int], Sequence[float]]], alone: float
+) -> Picture:
+    """Draw the time of a layer on several links, beside the time on one device.
+
+    bars   milliseconds of computation and of sums that nothing hides, on 8 ranks
+    lines  numbers of ranks, and the milliseconds of the layer on each
+    """
+    figure = picture(8.0, 3.1)
+    left, right = figure.subplots(1, 2)
+    for place, (computation, exposed) in enumerate(bars.values()):
+        first = place == 0
+        left.bar(place, computation, 0.6, color=COLOURS["forward"], label="computation" if first else None)
+        label = "sums that nothing hides" if first else None
+        left.bar(
+            place, exposed, 0.6, computation, color=COLOURS["all_reduce"], hatch="///", edgecolor="white", label=label
+        )
+        total = computation + exposed
+        left.text(place, total, f"{total:.1f}", ha="center", va="bottom", fontsize=9, color=INK)
+    left.set_xticks(range(len(bars)), list(bars))
+    for (name, (ranks, milliseconds)), colour in zip(lines.items(), RANKS, strict=False):
+        right.plot(ranks, milliseconds, marker="o", markersize=4, label=name, color=colour)
+    ranks = next(iter(lines.values()))[0]
+    right.set_xscale("log", base=2)
+    right.set_xticks(ranks, [str(count) for count in ranks])
+    for axes in (left, right):
+        axes.axhline(alone, color=INK, linestyle="--", linewidth=1)
+    note(left, f"one device: {alone:.1f} ms", (left.get_xlim()[0], alone), (4, 3), fontsize=8)
+    finish(left, "a layer on t = 8 ranks", "upper left", bars="x", ylabel="ms", ylim=(0, 22))
+    finish(right, "the same layer, t ranks", "center right", xlabel="t", ylabel="ms", ylim=(0, 22))
+    return figure
+
+
+def draw_caught(caught: Mapping[str, set[str]], checks: Sequence[str]) -> Picture:
+    """Draw a table: a row for each mistake, a column for each check, filled where the check has noticed it."""
+    figure = picture(6.0, 0.5 + 0.32 * len(caught))
+    axes = figure.add_subplot()
+    for row, noticed in enumerate(caught.values()):
+        for column, check in enumerate(checks):
+            colour, text = (RANKS[0], "caught") if check in noticed else (PAPER, "")
+            box(axes, (column, row), (0.94, 0.86), colour, text)
+    show_cells(axes, len(checks), len(caught), list(caught), list(checks), side=0.92)
+    return figure

@@ -74,6 +74,16 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "5. no sum of partial gradients": lambda: patch.object(TensorParallel, "sum_partial", no_sum),
 }
 
+# The checks of `examine` that notice each of them, with more than one rank.
+CATCHING: dict[str, set[str]] = {
+    "nothing broken": set(),
+    "1. bias on every rank": {"step 3"},
+    "2. no all-reduce in backward": {"ranks", "bytes", "step 1", "step 3"},
+    "3. norm counts t times": {"step 1", "step 3"},
+    "4. own maximum": {"bytes", "step 1", "step 3"},
+    "5. no sum of partial gradients": {"ranks", "bytes", "step 1", "step 3"},
+}
+
 
 def bytes_per_step(trainer: Trainer) -> int:
     """Return what a correct step sends over tp: layers, embedding, head, loss, norm, and replicated gradients."""

@@ -1,11 +1,13 @@
 """Join a tensor-parallel GPT's gradients and compare them with one device (sections 6.6, 6.8 and 6.9)."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from chapters.support.whole_runs import relative_difference
+from minipar.autograd import causal_attention
 from minipar.comm.communicator import Communicator
 from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
 from minipar.parallel.placement import Shard
@@ -63,3 +65,28 @@ def compare_with_one_device(
     loss, gradients, traffic = whole_gradients(comm, shape, batch, sequence=sequence, dropout=dropout)
     worst = max(relative_difference(gradients[name], one[name]) for name in one)
     return max(worst, abs(loss / one_loss - 1)), traffic
+
+
+def walk_through_attention(
+    model: GPT, inputs: np.ndarray, comm: Communicator | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield each result on the way through the first attention, its name first.
+
+    With `comm` the model is split over it, and what is split is joined.
+    """
+
+    def whole(x: Any, groups: int) -> np.ndarray:
+        if comm is None:
+            return x.data
+        return joined(comm, Shard(comm.rank, comm.size, 2, x.shape[2] * comm.size, groups), x.data)
+
+    block = model.h[0]
+    x = model.embed(inputs)
+    yield "embedding, summed", x.data
+    x = block.ln_1(x)
+    yield "ln_1", x.data
+    x = block.attn.c_attn(x)
+    yield "c_attn: columns", whole(x, 3)
+    x = causal_attention(x, block.attn.heads)
+    yield "attention: heads", whole(x, 1)
+    yield "c_proj: rows, summed", block.attn.c_proj(x).data

@@ -1,6 +1,6 @@
-"""Draw for chapter 7: paths (7.3, 7.5), overlap (7.5), the table of schedules (7.6), sliders at its end."""
+"""Draw for chapter 7: paths, warm-up, overlap, memory, messages, weight versions, and the sliders at its end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from chapters.support.draw import box, legend_outside
+from chapters.support.draw import RANKS, box, finish, legend_outside, note
 from chapters.support.show import in_notebook
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Durations, Time, simulate
@@ -16,7 +16,7 @@ from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize.boxes import KINDS
 from visualize.schedule import NAMES, gallery, plot_schedule
-from visualize.style import COLOURS, INK, Picture, picture
+from visualize.style import COLOURS, INK, PAPER, VERMILION, Picture, picture
 
 Named = tuple[str, int, int]  # an action of a hand-written list: kind, microbatch, stage
 PHASES = {"warm-up": ("#DDDDDD", "///"), "steady state": ("#FFFFFF", ""), "cool-down": ("#DDDDDD", "\\\\\\")}
@@ -203,3 +203,128 @@ def explore_schedules() -> Any:
     view["text/plain"] = "(Here a running notebook has sliders for p, m, v, the schedule and the times.)"
     display(view, raw=True)
     return None
+
+
+def plot_warm_up(times: Mapping[Named, tuple[Time, Time]], p: int, rank: int, stages: int, end: float) -> Picture:
+    """Draw the beginning of an interleaved schedule, and count one rank's forwards before its first backward.
+
+    The thick boxes are microbatch 0 on its way from the rank's last stage to the last rank and back. Boxes of the later
+    stages are paler. `end` is the time at which the picture ends.
+    """
+    figure = picture(7.5, 0.62 * p + 1.3)
+    axes = figure.add_subplot()
+    first = stages - p + rank  # the rank's last stage
+    on_the_way = {("F", 0, s) for s in range(first, stages)} | {("B", 0, s) for s in range(first, stages)}
+    for (kind, microbatch, stage), (begin, until) in times.items():
+        if until <= end:
+            look = {"edgecolor": "white", "linewidth": 0.8, "alpha": 1.0 if stage < p or kind == "B" else 0.6}
+            box(axes, (float(begin), stage % p), (float(until - begin), 0.8), COLOURS[kind], str(microbatch), **look)
+        if (kind, microbatch, stage) in on_the_way:
+            frame = {"fill": False, "edgecolor": INK, "linewidth": 2.2, "zorder": 4}
+            axes.add_patch(Rectangle((float(begin), stage % p), float(until - begin), 0.8, gid="way", **frame))
+    start, turn, back = (float(times[named][0]) for named in (("F", 0, rank), ("F", 0, first), ("B", 0, first)))
+    hops = 2 * (p - 1 - rank)
+    spans = (
+        (start, turn, f"{turn - start:g} forwards: the\nfirst group, stage {rank}"),
+        (turn, turn + hops, f"{hops} forwards: {hops // 2} hops down,\n{hops // 2} hops back"),
+        (turn + hops, back, "the pair's\nforward"),
+    )
+    for left, right, text in spans:
+        arrow = {"arrowstyle": "<->", "color": INK, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (right, p + 0.15), (left, p + 0.15), arrowprops=arrow, annotation_clip=False)
+        axes.text((left + right) / 2, p + 0.3, text, ha="center", va="top", fontsize=8, color=INK, gid="span")
+        for place in (left, right):
+            axes.plot([place, place], [rank, p + 0.25], color=INK, linewidth=0.7, linestyle=":", zorder=1)
+    axes.set_yticks([r + 0.4 for r in range(p)], [f"rank {r}" for r in range(p)], fontsize=8.5)
+    axes.set(xlim=(-0.05, end), ylim=(p + 1.1, -0.1), xticks=[])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+def draw_crossing(lists: Sequence[Sequence[str]], stopped: Sequence[int]) -> Picture:
+    """Draw two ranks' lists with their messages as arrows, and mark the send at which each rank is stopped.
+
+    lists    the actions of rank 0 and of rank 1, such as 0SEND_F1 and 1RECV_F1
+    stopped  the place in each list of the action that never ends
+    """
+    figure = picture(7.5, 2.6)
+    axes = figure.add_subplot()
+    places: dict[tuple[int, str], float] = {}
+    for rank, actions in enumerate(lists):
+        for place, action in enumerate(actions):
+            name = action[1:]  # without the stage
+            is_message = "_" in name
+            colour = PAPER if is_message else COLOURS[name[0]]
+            look: dict[str, Any] = {"edgecolor": "white"}
+            if place == stopped[rank]:
+                look = {"edgecolor": VERMILION, "linewidth": 2.5}
+            if place > stopped[rank]:
+                look = {"edgecolor": "white", "alpha": 0.45}
+            box(axes, (place + 0.04, 2 * rank), (0.92, 0.7), colour, name.replace("_", "\n"), va="center", **look)
+            places[rank, name] = place + 0.5
+    for (rank, name), place in places.items():
+        if name.startswith("SEND_"):
+            other = places[1 - rank, name.replace("SEND", "RECV")]
+            waits = place == stopped[rank] + 0.5
+            ends = (0.72, 1.98) if rank == 0 else (1.98, 0.72)
+            colour = VERMILION if waits else INK
+            arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 2.0 if waits else 1.0}
+            axes.annotate("", (other, ends[1]), (place, ends[0]), arrowprops=arrow)
+    axes.set_yticks([0.35, 2.35], ["rank 0", "rank 1"], fontsize=9)
+    axes.set(xlim=(0, max(len(actions) for actions in lists)), ylim=(2.75, -0.1), xticks=[])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+def draw_versions(
+    times: Mapping[Named, tuple[Time, Time]], rules: Mapping[str, Callable[[int, int], int]], end: float
+) -> Picture:
+    """Draw which version of its weights each stage uses: a panel for each rule, the version in each box.
+
+    rules  by title, what returns the version for (stage, microbatch)
+    """
+    rows = 1 + max(stage for _, _, stage in times)
+    figure = picture(7.5, (0.36 * rows + 0.5) * len(rules))
+    panels = figure.subplots(len(rules), 1, squeeze=False)[:, 0]
+    for axes, (title, version_of) in zip(panels, rules.items(), strict=True):
+        for (kind, microbatch, stage), (begin, until) in times.items():
+            if until <= end:
+                version = version_of(stage, microbatch)
+                look = {"edgecolor": "white", "hatch": "///" if kind == "B" else None}
+                size = (float(until - begin), 0.86)
+                box(axes, (float(begin), stage), size, RANKS[version % len(RANKS)], "", **look)
+                middle = float(begin + until) / 2
+                label = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+                text = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "bbox": label}
+                axes.text(middle, stage + 0.43, str(version), **text)
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_yticks([s + 0.43 for s in range(rows)], [f"stage {s}" for s in range(rows)], fontsize=8)
+        axes.set(xlim=(-0.05, end), ylim=(rows, -0.1), xticks=[])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    return figure
+
+
+def plot_memory_and_bubble(points: Mapping[str, tuple[float, float]]) -> Picture:
+    """Draw each schedule as a point: its activations in units of a rank's layers, and its bubble."""
+    figure = picture(6.0, 3.2)
+    axes = figure.add_subplot()
+    for name, spot in points.items():
+        axes.plot(*spot, marker="o", color=COLOURS["F"])
+        is_beside = any(0 < spot[0] - x < 1 and y == spot[1] for x, y in points.values())
+        note(axes, name, spot, (5, -12 if is_beside else 4), fontsize=8)  # its neighbour's name is above
+    finish(axes, xlabel="activations alive on a rank, at most", ylabel="bubble", xlim=(0, 9.6), ylim=(0, 0.85))
+    return figure
+
+
+def plot_operations(lengths: Sequence[int], operations: Mapping[str, Sequence[float]]) -> Picture:
+    """Draw the operations of F, I and W over the length of the sequence, in units of W's."""
+    figure = picture(6.0, 2.7)
+    axes = figure.add_subplot()
+    for kind, values in operations.items():
+        ratios = [value / weight for value, weight in zip(values, operations["W"], strict=True)]
+        axes.plot(lengths, ratios, marker="o", markersize=4, color=COLOURS[kind], label=kind)
+    finish(axes, legend="upper left", xlabel="tokens in a sample, T", ylabel="operations / those of W", ylim=(0, None))
+    return figure
