@@ -12,21 +12,12 @@
 #
 # **How do $d$ ranks train one model as if they were one device?**
 #
-# A *rank* is one process; think of one GPU. In data parallelism every rank holds a whole copy of the model, a
-# *replica*. A training step works on a *global batch* of samples. Each rank takes $1/d$ of it, its *shard*, runs
-# forward and backward, and then the ranks add up their gradients. Every optimizer then sees the same gradient and takes
-# the same step, so the replicas stay equal without ever exchanging a weight.
-#
-# "As if" is a claim, and this chapter proves it: the same gradient as one device, bit for bit where the order of a sum
-# can be kept, within rounding where it cannot. Then it counts the bytes, hides the time they take, and breaks the
-# method to see which check notices.
-#
-# Run it as `mpirun -n 8 python chapters/04_data_parallel.py`, with any number of ranks. With one rank every sum has one
-# term and nothing is sent: all claims hold, and say little.
-#
-# **Letters:** $d$ ranks, each one replica, of which this one is $r$; $B$ samples of $T$ tokens on a rank, so $N = B T$
-# tokens; $\ell$ losses; $G_r$ the gradient that rank $r$ computes; $\Psi$ parameters; $n$ the bytes of an array;
-# $\alpha$ seconds per message, $\beta$ seconds per byte; $m$ microbatches.
+# Eight GPUs hold the same model. Each computes the gradient of an eighth of the batch, then they add up their
+# gradients, and each takes the same step. A network of 4 GB/s needs 0.400 ms for the sum, and the GPUs wait. If the sum
+# is cut into seven pieces, 81 % of it disappears behind computation that must be done anyway. On 64 GPUs almost nothing
+# is left to hide behind: 16 % of the machine does useful work. And of three mistakes in such a program, the loss curve
+# shows none. At the end of this chapter you can write the program, say what it costs, and prove that it is right: it
+# computes the bits of one device.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -34,33 +25,39 @@
 # cluster = start(8)
 
 # %%
-import math
-from functools import partial
-
-import numpy as np
-
-import minipar as mp
-from chapters.support.ch04 import watch
-from chapters.support.instruments import same_bits, same_on_all_ranks
 from chapters.support.show import printer
-from chapters.support.whole_runs import relative_difference
-from minipar.comm import chunk_bounds, wire_bytes, world
-from minipar.parallel.buckets import BackwardHooks, Bucket
-from minipar.parallel.ddp import DistributedDataParallel, NaiveDataParallel
-from minipar.parallel.loss import global_mean_loss
-from minipar.train.data import Batches, load_tokens
+from minipar.comm import world
 
-comm = world()
-rank, d = comm.rank, comm.size
+comm = world()  # a rank is one process; think of one GPU
+rank, d = comm.rank, comm.size  # this rank, and the number of ranks
 say = printer(rank)  # rank 0 prints and draws; every rank checks
-if rank == 0:
-    from chapters.support.ch04.figures import draw_life_of_buckets, plot_bucket_sizes
-    from chapters.support.show import show, show_source
-    from visualize import plot_timeline
 say(f"{d} rank{'s' if d > 1 else ''}")
+if rank == 0:
+    from chapters.support.ch04 import figures
+    from chapters.support.show import show, show_source
+
+    completed = [("ln_f", 0.9, 0), ("h1.mlp", 3, 0), ("h1.attn", 2, 1), ("h0.mlp", 3, 1), ("h0.attn", 2, 2)]
+    show(figures.draw_life_of_buckets([*completed, ("wte", 1.4, 2)], sending=[3.6, 4.4, 2.2]), "04_life_of_a_bucket")
+
+# %% [markdown]
+# One training step on one rank, from left to right. Backward computes gradients from the last layer to the first. As
+# soon as two of them are complete they travel together, as a *bucket*, while backward goes on. When backward ends, the
+# rank waits (`synchronize`) for what is still under way. Section 4.4 builds this. The sections before it show that the
+# sum is right and what it costs. Among the strategies of this course data parallelism stands here:
+
+# %%
+if rank == 0:
+    from chapters.support.overview import draw_strategies
+
+    show(draw_strategies(["dp"]), "04_here")
 
 # %% [markdown]
 # ## 4.1 The gradient of a sum is the sum of the gradients
+#
+# *Core, 6 minutes.*
+#
+# Every rank holds a whole copy of the model, a *replica*. A training step works on a *global batch* of samples. Each of
+# the $d$ ranks takes $1/d$ of it, its *shard*. Say a rank has $B$ samples of $T$ tokens, so $N = BT$ tokens.
 #
 # Let token $i$ of the global batch have the loss $\ell_i$. There are $d$ shards of $N$ tokens. Training minimizes the
 # mean over all of them, and differentiation is linear:
@@ -76,6 +73,12 @@ say(f"{d} rank{'s' if d > 1 else ''}")
 # The text is the source of Python's standard library, one token per byte. The model is a GPT-2 of toy size, in float64.
 
 # %%
+import numpy as np
+
+import minipar as mp
+from chapters.support.whole_runs import relative_difference
+from minipar.train.data import Batches, load_tokens
+
 B, T = 2, 16
 N = B * T
 config = mp.GPTConfig(vocab_size=256, n_positions=T, n_embd=32, n_layer=2, n_head=4)
@@ -99,11 +102,11 @@ def backward(model, inputs, targets, count):
     loss.backward(np.full_like(loss.data, 1 / count))
 
 
-def flat_gradient(model):
-    """The gradients of all parameters, one after another, as one flat array."""
-    for parameter in model.parameters():
-        parameter.fold_tied_gradients()  # the output head is the token embedding: two gradients of one matrix
-    return np.concatenate([parameter.grad.reshape(-1) for parameter in model.parameters()])
+def flatten(parameters):
+    """The gradients of these parameters, one after another, as one flat array."""
+    for parameter in parameters:
+        parameter.fold_tied_gradients()  # GPT-2's head is its token embedding: two gradients of one matrix
+    return np.concatenate([parameter.grad.reshape(-1) for parameter in parameters])
 
 
 def set_gradient(parameters, flat):
@@ -113,11 +116,11 @@ def set_gradient(parameters, flat):
         parameter.grad = part.reshape(parameter.shape)
 
 
-def gradient(inputs, targets, count):
-    """The gradient of a fresh model."""
-    model = fresh()
+def gradient(inputs, targets, count, make=fresh):
+    """The gradient of a fresh model, flat."""
+    model = make()
     backward(model, inputs, targets, count)
-    return flat_gradient(model)
+    return flatten(model.parameters())
 
 
 G = [gradient(*shard(r), d * N) for r in range(d)]  # every rank computes all d of them here, to have a reference
@@ -128,13 +131,15 @@ assert difference < 1e-14
 say(f"gradient of the whole batch = sum of {d} shards' gradients: {Psi:,} values, relative difference {difference:.1e}")
 
 # %% [markdown]
-# Why not exactly zero? The whole batch goes through larger matrix products, which add the same values in another
-# order, and floating-point addition is not associative: `(0.1 + 0.2) + 0.3` is `0.6000000000000001`, and
-# `0.1 + (0.2 + 0.3)` is `0.6`. So a fair reference must do the same products and the same sums. It is *one device that
-# takes the shards one after another and adds their gradients in rank order*, $((G_0 + G_1) + G_2) + \dots$, as gradient
-# accumulation does. Each $G_r$ is one flat array here, so that it can be added, or sent, as one.
+# Why not exactly zero? The whole batch goes through larger matrix products, which add the same values in another order,
+# and floating-point addition is not associative: `(0.1 + 0.2) + 0.3` is `0.6000000000000001`, and `0.1 + (0.2 + 0.3)`
+# is `0.6`. So a fair reference must do the same products and the same sums. It is *one device that takes the shards one
+# after another and adds their gradients in rank order*, $((G_0 + G_1) + G_2) + \dots$, as gradient accumulation does.
+# Each $G_r$ is one flat array here, so that it can be added, or sent, as one.
 #
 # ## 4.2 Naive: one all-reduce after backward
+#
+# *Core, 8 minutes.*
 #
 # Each rank runs backward on its own shard. Then one all-reduce sums the whole flat gradient over the ranks. Chapter 3
 # has two all-reduces that matter here. Both cut the array into $d$ *chunks*, one per rank, sum each, and gather the
@@ -144,11 +149,23 @@ say(f"gradient of the whole batch = sum of {d} shards' gradients: {Psi:,} values
 #   give the reference's bits.
 #
 # - `ring` lets a partial sum travel once round the ring. Chunk $r$ starts at rank $r+1$, so it is added in the order
-#   $r+1, r+2, \dots, r$ (modulo $d$). It should not give the reference's bits, quite. But one device can predict its
-#   bits, chunk by chunk, and chunk $d-1$, whose order is $0, 1, \dots, d-1$, must agree with the reference.
+#   $r+1, r+2, \dots, r$ (modulo $d$). It should agree with the reference except in the last bits. And one device can
+#   predict its bits, chunk by chunk.
+#
+# **Predict**: one chunk of the ring's sum has the reference's bits exactly. Which one?
 
 
 # %%
+from chapters.support.predict import predict, reveal
+
+predict("the chunk without a difference", ...)  # replace the dots by a number, or d - 1
+
+
+# %%
+from chapters.support.instruments import same_bits, same_on_all_ranks
+from minipar.comm import chunk_bounds
+
+
 def left_to_right(arrays):
     """((a_0 + a_1) + a_2) + ...: one device that accumulates."""
     total = arrays[0].copy()
@@ -169,13 +186,18 @@ assert same_bits(ordered, expected)
 assert same_bits(ring, predicted) and same_bits(ring[start:stop], expected[start:stop])  # the last chunk
 assert relative_difference(ring, expected) < 1e-15 * d
 assert same_on_all_ranks(comm, ring)
-unequal = int((ring != expected).sum())
+unequal = [int((ring[a:b] != expected[a:b]).sum()) for a, b in chunk_bounds(Psi, d)]
 say(f"ordered: {d} ranks = 1 device, bit for bit, in all {Psi:,} gradients")
-say(f"ring:    within {relative_difference(ring, expected):.1e}; {unequal:,} gradients differ in their last bits")
+say(f"ring:    within {relative_difference(ring, expected):.1e}; {sum(unequal):,} gradients differ in their last bits")
 say("ring:    its bits are those of its order of sums, the same on all ranks")
+if d > 2:
+    reveal("the chunk without a difference", unequal.index(0), say)
+if rank == 0:
+    show(figures.plot_differing(unequal), "04_differing")
 
 # %% [markdown]
-# (With two ranks there are no two orders: $a + b = b + a$ holds in floating point too.)
+# Chunk $d-1$ is added in the order $0, 1, \dots, d-1$, as on one device. (With two ranks there are no two orders:
+# $a + b = b + a$ holds in floating point too.)
 #
 # That every rank holds the *same* bits is what keeps replicas equal over thousands of steps. It holds because each
 # chunk is summed once, by one rank, and then copied. An all-reduce in which each rank summed for itself in its own
@@ -188,18 +210,20 @@ say("ring:    its bits are those of its order of sums, the same on all ranks")
 # %%
 def all_reduce_gradients(model):
     """After backward, sum the whole gradient over the ranks in one all-reduce."""
-    total = comm.all_reduce(flat_gradient(model), algorithm="ordered")
+    total = comm.all_reduce(flatten(model.parameters()), algorithm="ordered")
     set_gradient(model.parameters(), total)
 
 
 replica = fresh()
 backward(replica, *shard(rank), count=d * N)
 all_reduce_gradients(replica)
-assert same_bits(flat_gradient(replica), expected)
+assert same_bits(flatten(replica.parameters()), expected)
 say("a replica's backward and one all-reduce: the gradients of one device, bit for bit")
 
 # %% [markdown]
 # ## 4.3 What it costs on the wire
+#
+# *Core, 3 minutes.*
 #
 # With $\Psi$ parameters a chunk has $\Psi/d$ elements. In either algorithm a rank sends $d-1$ chunks in the first half,
 # the reduce-scatter, and $d-1$ in the second, the all-gather:
@@ -212,6 +236,8 @@ say("a replica's backward and one all-reduce: the gradients of one device, bit f
 # can be `==`.)
 
 # %%
+from minipar.comm import wire_bytes
+
 comm.traffic.reset()
 comm.all_reduce(G[rank].copy(), algorithm="ring")
 sent = comm.traffic.bytes("all_reduce")
@@ -222,6 +248,8 @@ say(f"all ranks together sent {2 * Psi * (d - 1) * 8:,} = 2 Psi (d-1) * 8 bytes"
 
 # %% [markdown]
 # ## 4.4 Overlap: communicate while backward still runs
+#
+# *Core, 12 minutes.*
 #
 # The naive form leaves the wire idle during backward, and then the processor idle during the all-reduce. But backward
 # completes gradients one by one, from the last layer to the first. The last layer's could travel while the first
@@ -243,27 +271,24 @@ say(f"all ranks together sent {2 * Psi * (d - 1) * 8:,} = 2 Psi (d-1) * 8 bytes"
 #
 # 4. When backward ends, `synchronize` waits for what is still under way.
 #
-# The life of three buckets with two gradients each, on one rank. Bucket 2 is full when backward ends, but the wire is
-# still busy with bucket 1. `synchronize` waits for both:
-
-# %%
-if rank == 0:
-    completed = [("ln_f", 0.9, 0), ("h1.mlp", 3, 0), ("h1.attn", 2, 1), ("h0.mlp", 3, 1), ("h0.attn", 2, 2)]
-    show(draw_life_of_buckets([*completed, ("wte", 1.4, 2)], sending=[3.6, 4.4, 2.2]), "04_life_of_a_bucket")
-
-# %% [markdown]
+# These are the four rows of the chapter's first picture. There bucket 2 is full when backward ends, but the wire is
+# still busy with bucket 1, and `synchronize` waits for both.
+#
 # How does a parameter know that its gradient is complete? Before backward starts, the engine counts how often each
-# parameter is used. It counts down with each contribution, and at zero it calls the parameter's hooks (chapter 1). A
-# bucket does the same one level higher: it counts its parameters down, and at zero it leaves. Here are buckets and
-# their hook on plain arrays. (The output head and the token embedding share one matrix, but each use collects its
-# gradient in a leaf of its own. The second leaf is in `ties`. A bucket waits for all leaves of its parameters, and
-# `fold_tied_gradients` adds up the gradients of one matrix.)
+# parameter is used. It counts down with each contribution, and at zero it calls the parameter's hooks
+# ([chapter 1](01_autograd.ipynb)). A bucket does the same one level higher: it counts its parameters down, and at zero
+# it leaves.
 #
 # Buckets change *when* things are sent. They must not change what arrives: with `ordered`, the reference's bits for any
-# bucket size, and not one byte more on the wire than the formula of 4.3.
+# bucket size, and not one byte more on the wire than the formula of 4.3. **[Exercise 4](exercises/e04_ddp_bucket.py)**
+# asks for one bucket: `make exercises PYTEST="-k e04"`. The model here is a small Llama, whose parameters are used once
+# each.
 
 
 # %%
+from functools import partial
+
+
 def cut(parameters, elements):
     """Group parameters in reverse order into buckets of `elements` or more."""
     buckets = [[]]
@@ -274,49 +299,84 @@ def cut(parameters, elements):
     return buckets
 
 
-def backward_with_buckets(elements):
-    """Backward on this rank's shard, with overlap; the model, and for each bucket when it left and its size."""
-    model = fresh()
+def backward_with_buckets(model, elements):
+    """Backward on this rank's shard, with overlap. Return for each bucket when it left and its size."""
     buckets = cut(model.parameters(), elements)
-    leaves = [{leaf for member in bucket for leaf in (member, *member.ties)} for bucket in buckets]
-    missing, under_way, completed, log = [len(some) for some in leaves], [], 0, []
+    missing = [len(bucket) for bucket in buckets]
+    under_way = []  # of each bucket that has left: its flat array, and the all-reduce
+    completed = []
+    log = []
 
-    def hook(number, leaf):  # backward calls it when the gradient of `leaf` is complete
-        nonlocal completed
-        completed += 1
+    def hook(number, parameter):  # backward calls it when the parameter's gradient is complete
+        completed.append(parameter)
         missing[number] -= 1
         while len(under_way) < len(buckets) and missing[len(under_way)] == 0:  # strictly in order
-            bucket = buckets[len(under_way)]
-            for member in bucket:
-                member.fold_tied_gradients()
-            flat = np.concatenate([member.grad.reshape(-1) for member in bucket])
+            flat = flatten(buckets[len(under_way)])
             under_way.append((flat, comm.all_reduce(flat, algorithm="ordered", async_op=True)))
-            log.append((completed, flat.size))
+            log.append((len(completed), flat.size))
 
-    for number, some in enumerate(leaves):
-        for leaf in some:
-            leaf.register_post_accumulate_grad_hook(partial(hook, number))
+    for number, bucket in enumerate(buckets):
+        for parameter in bucket:
+            parameter.register_post_accumulate_grad_hook(partial(hook, number))
     backward(model, *shard(rank), d * N)
     for bucket, (flat, work) in zip(buckets, under_way, strict=True):  # synchronize
         work.wait()
         set_gradient(bucket, flat)
-    return model, log
+    return log
 
 
-for elements in (1, Psi, 4096):
+def llama():
+    """A small Llama, the same on every rank. Its head has a matrix of its own."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return mp.Llama(mp.LlamaConfig(vocab_size=256, max_position_embeddings=T, **sizes), dtype="float64")
+
+
+right = left_to_right([gradient(*shard(r), d * N, llama) for r in range(d)])  # one device
+for elements in (1, right.size, 4096):
+    model = llama()
     comm.traffic.reset()
-    model, log = backward_with_buckets(elements)
-    assert same_bits(flat_gradient(model), expected)
+    log = backward_with_buckets(model, elements)
+    assert same_bits(flatten(model.parameters()), right)
     formula = sum(wire_bytes("all_reduce", "ordered", size, 8, d, rank) for _, size in log)
-    assert comm.traffic.bytes("all_reduce") == formula and sum(size for _, size in log) == Psi
+    assert comm.traffic.bytes("all_reduce") == formula and sum(size for _, size in log) == right.size
     say(f"{len(log):>2} buckets: the bits of one device, and {formula:,} bytes sent by rank 0 as the formula says")
-for number, (completed, size) in enumerate(log):
-    say(f"bucket {number}: {size:>6,} values, left when {completed:>2} of {log[-1][0]} gradients were complete")
+for number, (complete, size) in enumerate(log):
+    say(f"bucket {number}: {size:>6,} values, left when {complete:>2} of {log[-1][0]} gradients were complete")
+if rank == 0:
+    show(figures.plot_departures(log), "04_departures")
 
 # %% [markdown]
+# Bucket 0, the head, leaves at once, and bucket 6, the embedding, with the last gradient. Buckets 3, 4 and 5 leave
+# together. Bucket 3 holds the first norm of layer 0, which backward completes last in that layer, and the other two
+# wait for their turn: buckets start strictly in order.
+#
+# ### A matrix that is used twice
+#
+# *Deeper, 3 minutes.*
+#
+# GPT-2's output head and its token embedding share one matrix. Each use collects its
+# gradient in a *leaf* of its own, and the second leaf is in `parameter.ties`. A bucket must wait for both. Three lines
+# change (`flatten` adds up the two gradients already):
+#
+# ```python
+# missing = [sum(1 + len(parameter.ties) for parameter in bucket) for bucket in buckets]
+# ...
+#         for leaf in (parameter, *parameter.ties):
+#             leaf.register_post_accumulate_grad_hook(partial(hook, number))
+# ```
+#
+# So the token embedding's bucket, the last one, waits for the lookup, although the head's part was complete first.
+# The library's buckets below do the same, with GPT-2.
+#
+# ### In the library
+#
+# *Deeper, 6 minutes.*
+#
 # The library begins with the naive form, too, which is complete:
 
 # %%
+from minipar.parallel.ddp import DistributedDataParallel, NaiveDataParallel
+
 if rank == 0:
     show_source(NaiveDataParallel)
 
@@ -330,6 +390,8 @@ if rank == 0:
 # `incomplete` has for each bucket the set of leaves that are missing:
 
 # %%
+from minipar.parallel.buckets import BackwardHooks, Bucket
+
 if rank == 0:
     show_source(BackwardHooks.on_gradient)
 
@@ -351,6 +413,8 @@ if rank == 0:
 #
 # ### Seeing it
 #
+# *Core, 4 minutes.*
+#
 # To see time we need a clock that shows what 8 devices on a real network would do, not what 8 processes on this machine
 # do. minipar's `model` clock is one (chapter 3). Computation moves it by floating-point operations divided by a speed;
 # a message of $n$ bytes arrives $\alpha + \beta n$ after it was sent. The program that runs is the real one, with real
@@ -358,10 +422,19 @@ if rank == 0:
 #
 # `simulate` runs 8 devices as threads of rank 0. Each does $10^{12}$ operations per second. The network is slow for
 # that: $\alpha = 1\,\mu s$, $1/\beta = 4$ GB/s. Forward costs what its matrix products cost, backward twice that,
-# charged as each parameter's gradient is completed. First the naive step, then one with buckets of 128 KiB:
+# charged as each parameter's gradient is completed. First the naive step, then one with buckets of 128 KiB.
+#
+# **Predict**: the naive step waits 0.400 ms for its all-reduce. Which share of this do the buckets hide?
 
 # %%
+predict("share of the all-reduce that 7 buckets hide", ...)  # replace the dots by a value from 0 to 1
+
+# %%
+from chapters.support.ch04 import watch
+
 if rank == 0:
+    from visualize import plot_timeline
+
     run = watch.simulate([128 * 1024])
     naive, overlapped = run.steps
     figure = plot_timeline(run.trace)
@@ -374,7 +447,8 @@ if rank == 0:
     assert [round(s * 1e3, 3) for s in (naive.seconds, exposed, overlapped.seconds)] == [1.155, 0.400, 0.830]
     assert overlapped.buckets == 7 and round(hidden, 2) == 0.81
     say(f"naive {naive.seconds * 1e3:.3f} ms, of which the all-reduce {exposed * 1e3:.3f} ms")
-    say(f"{overlapped.buckets} buckets: {overlapped.seconds * 1e3:.3f} ms; {hidden:.0%} of the all-reduce is hidden")
+    say(f"{overlapped.buckets} buckets: {overlapped.seconds * 1e3:.3f} ms")
+    reveal("share of the all-reduce that 7 buckets hide", round(hidden, 2), say)
 
 # %% [markdown]
 # One all-reduce after backward exposes 0.400 ms of 1.155 ms, which is $2(d-1)(\alpha + \beta n/d)$. With 7 buckets a
@@ -385,6 +459,8 @@ if rank == 0:
 # GPT-2 (124 million parameters) the token embedding is almost a third of all bytes, which nothing hides.
 #
 # ### How large should a bucket be?
+#
+# *Deeper, 4 minutes.*
 #
 # With $k$ buckets of $n/k$ bytes, the ring needs in all
 #
@@ -397,7 +473,10 @@ if rank == 0:
 # %%
 if rank == 0:
     naive, *steps = watch.simulate([1024, *(2**k for k in range(15, 21))]).steps
-    show(plot_bucket_sizes(map(vars, steps), naive=naive.seconds, computation=watch.COMPUTATION), "04_bucket_size")
+    show(
+        figures.plot_bucket_sizes(map(vars, steps), naive=naive.seconds, computation=watch.COMPUTATION),
+        "04_bucket_size",
+    )
     best = min(steps, key=lambda step: step.seconds)
     assert best.bucket_bytes == 128 * 1024 and steps[-1].buckets == 1
     assert abs(steps[-1].seconds - naive.seconds) < 1e-12  # one bucket is the naive form
@@ -410,64 +489,87 @@ if rank == 0:
 #
 # ## 4.5 Gradient accumulation and `no_sync`
 #
+# *Core, 6 minutes.*
+#
 # If a shard does not fit in memory, cut it into $m$ *microbatches* and let their gradients add up locally before the
 # ranks talk. Nothing needs to travel before the last one. In the hook of 4.4 that is one more line, `if not
 # self.enabled: return`. `no_sync` clears this flag for the backward passes inside its block. The last microbatch runs
-# *outside* the block, so that its hooks start the buckets. Here each sample is a microbatch: $m = B$.
+# *outside* the block, so that its hooks start the buckets.
+#
+# Each loss is divided by the number of targets **of the whole step, on all ranks**. So the loop counts first, before
+# the first backward. (A target that does not count is marked with -100, as in PyTorch.) Here each sample is a
+# microbatch: $m = B$.
 
 
 # %%
-def samples(r):
-    """Rank r's shard, one sample at a time."""
-    return [batches.batch(0, [sample]) for sample in range(r * B, (r + 1) * B)]
+def samples(shard):
+    """A rank's shard, one sample at a time."""
+    inputs, targets = shard
+    return [(inputs[i : i + 1], targets[i : i + 1]) for i in range(B)]
 
 
-model, references = fresh(), []
+def accumulate(ddp, microbatches):
+    """Leave the gradient of the mean loss over all targets of the step, on all ranks."""
+    own_count = sum(int((targets != -100).sum()) for _, targets in microbatches)
+    count = int(comm.all_reduce(np.array([own_count]), algorithm="ordered")[0])  # all targets of the step: count first
+    *firsts, last = microbatches
+    with ddp.scaled_backward():  # tells the library that we divide by that count
+        with ddp.no_sync():
+            for inputs, targets in firsts:
+                backward(ddp.model, inputs, targets, count)
+        backward(ddp.model, *last, count)
+    ddp.synchronize()
+
+
+model = fresh()
 ddp = DistributedDataParallel(model, comm, "ordered")
 comm.traffic.reset()
-*firsts, last = samples(rank)
-with ddp.no_sync():
-    for inputs, targets in firsts:
-        (ddp.loss(inputs, targets) / B).backward()  # one microbatch's mean; over B, as a rank has m = B of them
-(ddp.loss(*last) / B).backward()
+accumulate(ddp, samples(shard(rank)))
 once = comm.traffic.bytes("all_reduce")
 
+references = []
 for r in range(d):  # one device: each replica's microbatches add up in a model
     replica = fresh()
-    for inputs, targets in samples(r):
+    for inputs, targets in samples(shard(r)):
         backward(replica, inputs, targets, d * N)
-    references.append(flat_gradient(replica))
+    references.append(flatten(replica.parameters()))
 accumulated = left_to_right(references)
-assert same_bits(flat_gradient(model), accumulated)
-values = B * wire_bytes("all_reduce", "ordered", 2, 8, d, rank)  # B calls of ddp.loss: two values each (4.6)
+assert same_bits(flatten(model.parameters()), accumulated)
+values = wire_bytes("all_reduce", "ordered", 1, 8, d, rank)  # the count
 assert once == values + sum(wire_bytes("all_reduce", "ordered", bucket.size, 8, d, rank) for bucket in ddp.buckets)
 say(f"{B} microbatches on {d} ranks = 1 device, bit for bit; {once:,} bytes sent, the gradients once per step")
 
 # %% [markdown]
+# ### A forgotten `no_sync`
+#
+# *Deeper, 4 minutes.*
+#
 # **The first mistake** of this chapter is to forget `no_sync`. Each backward pass sends everything, so the bytes
 # double. And here the gradient is *wrong*: after the first all-reduce the buffer holds the global sum $\Sigma_1$ of the
-# first microbatches' gradients. The second pass adds each rank's own gradient and sums again, which gives
-# $d\,\Sigma_1 + \Sigma_2$. (PyTorch averages over ranks instead of summing. There the buffer holds the *average*
-# $\Sigma_1 / d$ after the first pass, and the second gives $\frac1d(d \cdot \Sigma_1/d + \Sigma_2) = (\Sigma_1 +
-# \Sigma_2)/d$, which is right: the same mistake costs only bytes.) The library refuses the second pass. To see the
-# damage, we make it forget that it has summed these gradients.
+# first microbatches' gradients. The second pass adds each rank's own gradient and sums again, which gives $d\,\Sigma_1
+# + \Sigma_2$. (PyTorch averages over ranks instead of summing. There the buffer holds the *average* $\Sigma_1 / d$
+# after the first pass, and the second gives $\frac1d(d \cdot \Sigma_1/d + \Sigma_2) = (\Sigma_1 + \Sigma_2)/d$, which
+# is right: the same mistake costs only bytes.) The library refuses the second pass. To see the damage, we make it
+# forget that it has summed these gradients.
 
 # %%
 try:
-    watch.without_no_sync(fresh(), comm, samples(rank), forget=False)
+    watch.without_no_sync(fresh(), comm, samples(shard(rank)), forget=False)
     raise AssertionError("the second pass should have been refused")
 except RuntimeError as refusal:
     say(f"refused: {refusal}\n")
 comm.traffic.reset()
-model = watch.without_no_sync(fresh(), comm, samples(rank), forget=True)
-wrong = relative_difference(flat_gradient(model), accumulated)
+model = watch.without_no_sync(fresh(), comm, samples(shard(rank)), forget=True)
+wrong = relative_difference(flatten(model.parameters()), accumulated)
 twice = comm.traffic.bytes("all_reduce")
-assert twice - values == B * (once - values)
+assert twice - B * wire_bytes("all_reduce", "ordered", 2, 8, d, rank) == B * (once - values)  # 2: of each ddp.loss
 assert d == 1 or wrong > 0.1
 say(f"caught: {twice:,} bytes instead of {once:,}, and the gradient is off by {wrong:.0%}")
 
 # %% [markdown]
 # ## 4.6 Ranks with unequal counts
+#
+# *Core, 6 minutes.*
 #
 # Padding, documents of different length, a last batch that is not full: often the ranks do not hold equally many
 # targets. (minipar marks a target that does not count with -100, as PyTorch does.) Let rank $r$ have $N_r$ of them,
@@ -477,7 +579,8 @@ say(f"caught: {twice:,} bytes instead of {once:,}, and the gradient is off by {w
 # equal.}$$
 #
 # **The second mistake** is this mean of means. It gives a token on a rank with few of them more weight than a token on
-# a rank with many. The remedy is to divide by the global count, for the price of one more value on the wire:
+# a rank with many. The remedy is to divide by the global count, for the price of one more value on the wire.
+# **[Exercise 5](exercises/e05_token_counts.py)** asks for it without counting first: `make exercises PYTEST="-k e05"`.
 
 # %%
 targets_of = [N // (r + 1) for r in range(d)]
@@ -499,33 +602,55 @@ assert relative_difference(right, truth) < 1e-14
 assert d == 1 or relative_difference(means, truth) > 0.01
 say(f"targets per rank: {targets_of}; relative difference from one device:")
 say(f"global count {relative_difference(right, truth):.1e}, mean of means {relative_difference(means, truth):.2f}")
+if rank == 0:
+    show(figures.plot_weights(targets_of), "04_weights")
 
 # %% [markdown]
-# The wrong version trains. Its loss falls, its curve looks like a loss curve. It just minimizes something else. All
-# ranks agree, and only a comparison with one device notices, and only because the test used unequal counts.
+# The bars show how much one token counts on each rank, relative to the right weight. The wrong version trains. Its loss
+# falls, its curve looks like a loss curve. It just minimizes something else. All ranks agree, and only a comparison
+# with one device notices, and only because the test used unequal counts.
 #
-# The same mistake over *microbatches* stood in widely used trainers until October 2024, when its effect on fine-tuning
+# ### The same mistake over microbatches
+#
+# *Deeper, 4 minutes.*
+#
+# It stood in widely used trainers until October 2024, when its effect on fine-tuning
 # with padded batches was noticed. Of $m$ microbatches with losses $\ell_j$ over $N_j$ tokens, each was divided by its
 # own count: $\frac1m \sum_j \ell_j / N_j$ is not $\sum_j \ell_j / \sum_j N_j$. All $N_j$ must be counted before the
-# first backward.
-#
-# `ddp.loss` sends the count together with the sum of the losses, as two float64:
+# first backward, as `accumulate` of 4.5 does. (Or add up gradients of sums, and divide once at the end.) It is right
+# for these shards, too:
 
 # %%
+model = fresh()
+accumulate(DistributedDataParallel(model, comm, "ordered"), samples(unequal(rank)))
+assert relative_difference(flatten(model.parameters()), truth) < 1e-14
+say(f"{B} microbatches of unequal counts on {d} ranks: the gradient of one device")
+
+# %% [markdown]
+# With one microbatch per step `ddp.loss` counts by itself. It sends the count together with the sum of the losses, as
+# two float64:
+
+# %%
+from minipar.parallel.loss import global_mean_loss
+
 if rank == 0:
     show_source(global_mean_loss)
 model = fresh()
 DistributedDataParallel(model, comm, "ordered").loss(*unequal(rank)).backward()
-assert same_bits(flat_gradient(model), right)
+assert same_bits(flatten(model.parameters()), right)
 
 # %% [markdown]
 # ## 4.7 A training run
+#
+# *Core, 4 minutes.*
 #
 # Equal gradients must give equal replicas, step after step. A script needs two lines for data parallelism: the wrapper,
 # and `ddp.loss`, whose `backward()` sends the buckets and ends with `synchronize`. Here is a whole training loop on the
 # ranks, and next to it the loop of one device that takes the shards in rank order.
 
 # %%
+import math
+
 STEPS, RATE, BUCKETS = 20, 3e-3, {"bucket_bytes": 32 * 1024, "first_bucket_bytes": 8 * 1024}
 
 
@@ -549,7 +674,7 @@ for step in range(STEPS):  # one device
     gradients = []
     for r in range(d):
         backward(model, *shard(r, step), d * N)
-        gradients.append(flat_gradient(model))
+        gradients.append(flatten(model.parameters()))
         optimizer.zero_grad()
     set_gradient(model.parameters(), left_to_right(gradients))
     optimizer.step()
@@ -564,6 +689,8 @@ say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte (ln 256 = {math.log
 # %% [markdown]
 # ### Strong and weak scaling
 #
+# *Deeper, 6 minutes.*
+#
 # *Strong scaling* keeps the global batch and adds ranks. If one device computes for $T_1$ seconds per step, then $d$
 # devices take
 #
@@ -575,21 +702,34 @@ say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte (ln 256 = {math.log
 # global batch grow. Then computation stays, and data parallelism scales until the batch is larger than training can use
 # (McCandlish et al. 2018, arXiv 1812.06162). For the model and network of 4.4 and a global batch of 64 samples:
 # backward is two thirds of the computation, and we assume that all of it can hide communication (no tail).
+#
+# **Predict**: with overlap 8 ranks reach an efficiency of 100 %. How much do 64 ranks reach?
 
 # %%
-efficiency = []
-for ranks in (8, 64):
-    compute, reduce = 8 * watch.COMPUTATION / ranks, watch.all_reduce_seconds(watch.ELEMENTS, ranks)
+predict("efficiency on 64 ranks with overlap", ...)
+
+
+# %%
+def efficiencies(ranks):
+    """Efficiency of the naive form and with overlap, for a global batch that 8 ranks compute in COMPUTATION each."""
+    compute = 8 * watch.COMPUTATION / ranks
+    reduce = watch.all_reduce_seconds(watch.ELEMENTS, ranks)
     overlapped = compute / 3 + max(compute * 2 / 3, reduce)
-    efficiency += [compute / (compute + reduce), compute / overlapped]
-    say(f"{ranks:>2} ranks: computation {compute * 1e3:.2f} ms, all-reduce {reduce * 1e3:.2f} ms")
-assert [round(value, 2) for value in efficiency] == [0.65, 1, 0.14, 0.16]
+    return compute / (compute + reduce), compute / overlapped
+
+
+assert [round(value, 2) for value in (*efficiencies(8), *efficiencies(64))] == [0.65, 1, 0.14, 0.16]
+reveal("efficiency on 64 ranks with overlap", round(efficiencies(64)[1], 2), say)
+if rank == 0:
+    show(figures.plot_scaling({ranks: efficiencies(ranks) for ranks in (1, 2, 4, 8, 16, 32, 64, 128)}), "04_scaling")
 
 # %% [markdown]
 # On 8 ranks the efficiency is 65 % with the naive form and 100 % with overlap. On 64 ranks it is 14 % and 16 %: there
-# is too little backward left to hide behind.
+# is too little backward left to hide behind. Overlap helps only where the two times are alike.
 #
 # ## 4.8 Mistakes, and what notices them
+#
+# *Deeper, 10 minutes.*
 #
 # Two mistakes are behind us. Three more, all of them found in real code, are run here on purpose
 # (`chapters/support/ch04/watch.py` has them). We look with four instruments:
@@ -602,28 +742,42 @@ assert [round(value, 2) for value in efficiency] == [0.65, 1, 0.14, 0.16]
 #
 # - **one device**: does one device get the same parameters, bit for bit?
 #
-# Before you read on: which instrument catches which mistake? (The library compares the replicas after the first step,
-# and would refuse the second step of mistake 3. We switch this off.)
-#
 # 3. **Drop one bucket.** Its gradients are never synchronized.
 #
 # 4. **Divide by the wrong count.** Each rank divides by its own count, then the sum is taken: $d$ times too large.
 #
 # 5. **All-reduce weights instead of gradients.** Each rank steps on its own gradient, then weights are averaged.
+#
+# (The library compares the replicas after the first step, and would refuse the second step of mistake 3. We switch this
+# off.) **Predict** which instruments notice which mistake:
+
+# %%
+predict("3. one bucket not sent", ...)  # replace the dots by a set, such as {"loss", "ranks"}
+predict("4. divided by local count", ...)
+predict("5. weights, not gradients", ...)
 
 # %%
 sizes = [bucket.size for bucket in DistributedDataParallel(fresh(), comm, **BUCKETS).buckets]
 nbytes = STEPS * sum(wire_bytes("all_reduce", "ordered", size, 8, d, rank) for size in (*sizes, 2))  # 2: of ddp.loss
-for name, wrapper, catching in (
-    ("nothing broken", DistributedDataParallel, set()),
-    ("3. one bucket not sent", watch.DropsABucket, {"ranks", "bytes", "one device"}),
-    ("4. divided by local count", watch.LocalCount, {"one device"}),
-    ("5. weights, not gradients", watch.KeepsGradients, {"one device"}),
+assert not watch.examine(comm, partial(train, DistributedDataParallel), single, losses[-1], nbytes).caught
+curves = {"right": losses}
+caught = {}
+for name, wrapper in (
+    ("3. one bucket not sent", watch.DropsABucket),
+    ("4. divided by local count", watch.LocalCount),
+    ("5. weights, not gradients", watch.KeepsGradients),
 ):
     seen = watch.examine(comm, partial(train, wrapper), single, losses[-1], nbytes)
-    say(f"{name:<26} {seen}")
-    assert d == 1 or catching <= seen.caught  # with one rank there is nothing to forget
-    assert catching or not seen.caught
+    curves[name], caught[name] = seen.losses, seen.caught
+    reveal(name, seen.caught or "nothing", say)
+    say(f"    parameters off by {seen.difference:.0e}, last loss {seen.losses[-1]:.3f}")
+if rank == 0:
+    show(figures.plot_losses(curves), "04_losses")
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+if d > 1:  # with one rank there is nothing to forget
+    answers = [{"ranks", "bytes", "one device"}, {"one device"}, {"one device"}]
+    assert all(answer <= instruments for answer, instruments in zip(answers, caught.values(), strict=True))
 
 # %% [markdown]
 # Three lessons.
@@ -642,6 +796,8 @@ for name, wrapper, catching in (
 #
 # ## 4.9 PyTorch's names
 #
+# *Deeper, 2 minutes.*
+#
 # | minipar | PyTorch | Megatron-LM, DeepSpeed |
 # | --- | --- | --- |
 # | `DistributedDataParallel(model, comm)` | `DistributedDataParallel(model)` | the same name in Megatron-LM |
@@ -656,6 +812,10 @@ for name, wrapper, catching in (
 # The same in PyTorch: `chapters/pytorch/ch04.py`.
 #
 # ## 4.10 Problems
+#
+# *Deeper, 30 minutes.*
+#
+# The answers are in 4.11.
 #
 # 1. A model has 1.5 billion parameters and fp32 gradients. How many GB does each rank send per step, among 8 ranks and
 # among 1,024?
@@ -684,8 +844,10 @@ for name, wrapper, catching in (
 # stage 1: Rajbhandari et al. 2020, arXiv 1910.02054.)
 #
 # ## 4.11 Answers
+#
+# *Deeper, 5 minutes.*
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 gigabytes = [2 * 1.5e9 * 4 * (ranks - 1) / ranks / 1e9 for ranks in (8, 1024)]
 assert [round(value, 2) for value in gigabytes] == [10.5, 11.99] and round(gigabytes[1] / gigabytes[0], 2) == 1.14
 say(f"1. {gigabytes[0]:.1f} GB and {gigabytes[1]:.2f} GB: 128 times as many ranks send 14 % more each")
@@ -706,6 +868,8 @@ assert left_to_right(list(held)) == 1 and around == [0, 1, 0, 1]
 say(f"4. ordered 1 everywhere, ring {around}; the exact sum is 2")
 
 # %% [markdown]
+# <details><summary>Answer to 4, and to "For you"</summary>
+#
 # (4: `ordered` adds $((10^{16} + 1) - 10^{16}) + 1 = 1$: the first 1 is lost. In the ring chunk 0 is added in the
 # order of ranks 1, 2, 3, 0: $1 - 10^{16}$ and the next sum lose a one each, and adding $10^{16}$ leaves 0.)
 #
@@ -722,7 +886,7 @@ say(f"4. ordered 1 everywhere, ring {around}; the exact sum is 2")
 # (c) After the reduce-scatter rank $r$ has chunk $r$ of the summed gradient. It updates chunk $r$ of the parameters,
 # for which alone it keeps AdamW's moments, and the all-gather carries updated parameters. Chapter 5 builds this.
 #
-# Exercises 4 and 5 in chapters/exercises are about this chapter.
+# </details>
 
 # %% tags=["active-ipynb"]
 # %autopx

@@ -12,26 +12,12 @@
 #
 # **Data parallelism keeps $d$ copies of everything. Which of them does it need?**
 #
-# Chapter 4 ended with $d$ ranks that hold the same parameters, the same gradients and the same optimizer state, and
-# that all take the same optimizer step. ZeRO, the "zero redundancy optimizer" (Rajbhandari et al. 2020, arXiv
-# 1910.02054), removes the copies in three stages, without changing a bit of the result:
-#
-# - stage 1 cuts the **optimizer state** into one chunk per rank,
-#
-# - stage 2 the **gradients** too,
-#
-# - stage 3 the **parameters** too. PyTorch calls this stage FSDP, fully sharded data parallelism.
-#
-# This chapter builds each stage on plain arrays, proves it equal to stage 0 (plain data parallelism), and counts what
-# it holds and what it sends. Then it asks what stage 3 costs, what no stage can divide, and why stages 2 and 3 do not
-# like pipelines.
-#
-# Run it as `mpirun -n 8 python chapters/05_zero.py`, with any number of ranks. With one rank there is nothing to share
-# out: all stages hold the same, and the claims say little.
-#
-# **Letters:** $d$ ranks, of which this one is $r$; $\Psi$ parameters of the model; $B$ samples of $T$ tokens on a rank;
-# $m$ microbatches per rank and step; $w$ bytes per value; $S$ operations per second of one device; $\alpha$ seconds per
-# message, $\beta$ seconds per byte; $p$ ranks of a pipeline. AdamW's $\beta_1$ and $\beta_2$ keep their indices.
+# A model of 7.5 billion parameters takes 15 GB in 16-bit values. It fits into a GPU of 32 GB, and it cannot be trained
+# there: training needs 120 GB. [Chapter 4](04_data_parallel.ipynb) does not help, since each of its $d$ ranks holds the
+# same 120 GB. ZeRO, the "zero redundancy optimizer" (Rajbhandari et al. 2020, arXiv 1910.02054), removes the copies
+# without changing a bit of the result: on 64 GPUs 1.88 GB are left on each. The last stage sends half as many bytes
+# again. At the end of this chapter you can say when that costs time: in one run of 5.6 it takes 0.873 ms, exactly as
+# long as plain data parallelism.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -39,40 +25,42 @@
 # cluster = start(8)
 
 # %%
-from fractions import Fraction
-from functools import partial
-
-import numpy as np
-
-import minipar as mp
-from chapters.support.ch05 import watch
-from chapters.support.instruments import same_bits
 from chapters.support.show import printer
-from minipar.comm import chunk_bounds, wire_bytes, world
-from minipar.memory import MemoryLedger, enter, hold
-from minipar.nn import AdamW, Parameter
-from minipar.parallel.fsdp import FullyShardedDataParallel as FSDP
-from minipar.parallel.fsdp import Unit
-from minipar.parallel.memory import FLOAT64, MIXED, elements_held, model_state
-from minipar.parallel.shards import Chunk, allocate_gradient
-from minipar.parallel.zero import ZeroStage1, ZeroStage2
-from minipar.train.data import Batches, load_tokens
+from minipar.comm import world
 
 comm = world()
-rank, d = comm.rank, comm.size
+rank, d = comm.rank, comm.size  # this rank, and the number of ranks
 say = printer(rank)  # rank 0 prints and draws; every rank checks
-if rank == 0:
-    from chapters.support.ch05.figures import draw_gather_and_free, draw_model_state, gather_and_free
-    from chapters.support.show import show, show_source
-    from visualize import plot_ledger
 say(f"{d} rank{'s' if d > 1 else ''}")
+if rank == 0:
+    from chapters.support.ch05 import figures
+    from chapters.support.show import show, show_source
+
+    show(figures.draw_model_state((2, 2, 12), ranks=4), "05_model_state")
+
+# %% [markdown]
+# Each bar is one of four ranks. A frame that is not filled is what the rank does *not* hold. Above each bar is the sum,
+# in bytes per parameter of the model. The stages remove the copies one kind after the other:
+#
+# - stage 0 is data parallelism: every rank holds everything;
+# - stage 1 cuts the **optimizer state** into one chunk per rank;
+# - stage 2 cuts the **gradients** too;
+# - stage 3 cuts the **parameters** too. PyTorch calls it FSDP, fully sharded data parallelism.
+#
+# Among the strategies of this course they stand here:
+
+# %%
+if rank == 0:
+    from chapters.support.overview import draw_strategies
+
+    show(draw_strategies(["zero1", "zero2", "zero3"]), "05_here")
 
 # %% [markdown]
 # ## 5.1 Sixteen bytes per parameter
 #
-# A model of 7.5 billion parameters in 16-bit values takes 15 GB. It fits into a GPU of 32 GB, but it cannot be trained
-# there. Training keeps more than the parameters. For each of them, in mixed precision with Adam (section 3.1 of the
-# paper):
+# *Core, 8 minutes.*
+#
+# Training keeps more than the parameters. For each of them, in mixed precision with Adam (section 3.1 of the paper):
 #
 # | what | type | bytes |
 # | --- | --- | --- |
@@ -84,9 +72,9 @@ say(f"{d} rank{'s' if d > 1 else ''}")
 # | | | **16** |
 #
 # Why an fp32 copy of the parameters? An update is often smaller than $2^{-12}$ of its parameter. That is at most half
-# the distance to the next fp16 value, so it would be rounded away. The three fp32 rows are the *optimizer state*, 12
-# bytes. Without mixed precision there is no second copy: parameter, gradient and two means are $4 + 4 + 8 = 16$ bytes
-# in fp32, and $8 + 8 + 16 = 32$ in float64, in which this chapter runs.
+# the distance to the next fp16 value, so it would be rounded away ([chapter 13](13_precision.ipynb)). The three fp32
+# rows are the *optimizer state*, 12 bytes. Without mixed precision there is no second copy: parameter, gradient and two
+# means are $4 + 4 + 8 = 16$ bytes in fp32, and $8 + 8 + 16 = 32$ in float64, in which this chapter runs.
 #
 # Parameters, gradients and optimizer state together are the **model state**. With $\Psi$ parameters and $d$ ranks:
 #
@@ -97,22 +85,24 @@ say(f"{d} rank{'s' if d > 1 else ''}")
 # | 2 | $\Psi$ | $\Psi/d$ | $\Psi/d$ | $2\Psi + 14\Psi/d$ |
 # | 3 | $\Psi/d$ | $\Psi/d$ | $\Psi/d$ | $16\Psi/d$ |
 #
-# For four ranks this looks as follows. Each bar is one rank; a frame that is not filled is what the rank does *not*
-# hold; above each bar is the sum.
-
-# %%
-if rank == 0:
-    show(draw_model_state((2, 2, 12), ranks=4), "05_model_state")
-
-# %% [markdown]
 # The paper's Table 1 for 7.5 billion parameters, from this formula, in GB ($10^9$ bytes):
 
 
 # %%
+from fractions import Fraction
+
+import numpy as np
+
+from minipar.parallel.memory import FLOAT64, MIXED, elements_held, model_state
+
+
 def bytes_per_rank(psi, ranks, stage):
     """Model state in mixed precision. A fraction, because `ranks` need not divide `psi`."""
     own = Fraction(psi, ranks)
-    return 2 * (own if stage >= 3 else psi) + 2 * (own if stage >= 2 else psi) + 12 * (own if stage >= 1 else psi)
+    parameters = own if stage >= 3 else psi
+    gradients = own if stage >= 2 else psi
+    optimizer = own if stage >= 1 else psi
+    return 2 * parameters + 2 * gradients + 12 * optimizer
 
 
 PAPER = {4: (120, 52.5, 41.3, 30), 64: (120, 31.4, 16.6, 1.88), 1024: (120, 30.1, 15.1, 0.12)}
@@ -127,6 +117,10 @@ for ranks, printed in PAPER.items():
 # on 64 ranks. Both stop at a floor, $4\Psi$ and $2\Psi$, which are 30 GB and 15 GB here. Only stage 3 falls as $1/d$,
 # to 1.88 GB on 64 ranks, so only stage 3 lets a model grow with the number of ranks.
 #
+# ### In the library
+#
+# *Deeper, 2 minutes.*
+#
 # The library's version gives the same bytes. It takes the number of elements that a rank really owns, other precisions,
 # and the case that gradients accumulate (5.9). The trainer's `--memory-limit` uses it to refuse a run that cannot fit,
 # before it starts.
@@ -137,6 +131,8 @@ if rank == 0:
 
 # %% [markdown]
 # ## 5.2 Stage 1: shard the optimizer state
+#
+# *Core, 10 minutes.*
 #
 # Two facts make the stages possible.
 #
@@ -151,12 +147,25 @@ if rank == 0:
 # \frac{\mu_1 / (1-\beta_1^k)}{\sqrt{\mu_2 / (1-\beta_2^k)} + \epsilon} .$$
 #
 # No other element appears in this rule. So the rank that has chunk $r$ of the gradient sum can update chunk $r$ of the
-# parameters, with chunk $r$ of the means, and nobody else needs them.
-#
-# So instead of *reduce-scatter, all-gather the gradients, then everybody updates everything*, do *reduce-scatter,
-# update the own chunk, all-gather the parameters*. Here are both, on plain arrays:
+# parameters, with chunk $r$ of the means, and nobody else needs them. Weight decay ($\lambda$) needs no message either:
+# it reads the same element.
 
 # %%
+if rank == 0:
+    show(figures.draw_two_orders(ranks=4), "05_two_orders")
+
+# %% [markdown]
+# Stage 0 ends each step with an all-gather of *gradients*, and then everybody updates everything. Stage 1 updates
+# between the two halves, and gathers *parameters*.
+#
+# **[Exercise 6](exercises/e06_zero1_step.py)** asks you for this step. Write it before you open the next cell:
+# `make exercises PYTEST="-k e06"`. The cell has both stages on plain arrays.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+from chapters.support.instruments import same_bits
+from minipar.comm import chunk_bounds
+from minipar.nn import AdamW, Parameter
+
 size = 1003
 start, stop = chunk_bounds(size, d)[rank]
 theta = np.linspace(-1, 1, size)
@@ -183,15 +192,33 @@ say(f"three steps, {size} parameters: the same bits, and {in_one:,} bytes sent b
 say(f"optimizer state on rank 0: {state[0]:,} bytes whole, {state[1]:,} as a chunk")
 
 # %% [markdown]
-# That is stage 1. The library adds three things. Buckets are reduce-scattered during backward, as their gradients
-# become complete, and not after it. The optimizer sees *shards*, the pieces of parameters that lie in this rank's
-# chunks. And when the optimizer has updated them, it calls the wrapper's `after_step` by itself, which gathers what the
-# others made of theirs.
+# That is stage 1. It sends $2\Psi\frac{d-1}{d}$ elements, as before. For mixed precision and large $d$ the model state
+# falls from $16\Psi$ to $4\Psi$.
+#
+# ### The norm, and the library
+#
+# *Deeper, 7 minutes.*
+#
+# **The norm.** Clipping needs the norm of the *whole* gradient, of which a rank has only its chunks. The chunks are
+# disjoint and complete, so
+#
+# $$\lVert G \rVert^2 = \sum_{r=0}^{d-1} \; \sum_{i \,\in\, \text{chunks of } r} G_i^2 ,$$
+#
+# the inner sum on each rank, the outer one an all-reduce of a single value. Every element counts once. To get the same
+# bits, stage 0 sums in this order too. Where a framework pads the flat array so that $d$ divides it, the padding's
+# gradient must be 0: then it adds nothing to the norm, and AdamW leaves the padding as it is.
+#
+# The library adds three things. Buckets are reduce-scattered during backward, as their gradients become complete, and
+# not after it. The optimizer sees *shards*, the pieces of parameters that lie in this rank's chunks. And when the
+# optimizer has updated them, it calls the wrapper's `after_step` by itself, which gathers what the others made of
+# theirs.
 #
 # The buckets lie in one flat array, as in chapter 4. `Chunk` cuts this rank's part of a bucket into one shard for each
 # parameter that has elements in it. A shard is a view, so the optimizer writes into the flat array:
 
 # %%
+from minipar.parallel.shards import Chunk
+
 if rank == 0:
     show_source(Chunk.__init__, Chunk.add_shard)
 
@@ -200,22 +227,15 @@ if rank == 0:
 # this rank's chunk. After the step all chunks are gathered, all at the same time:
 
 # %%
+from minipar.parallel.zero import ZeroStage1
+
 if rank == 0:
     show_source(ZeroStage1.reduce, ZeroStage1.after_step)
 
 # %% [markdown]
-# **The norm.** Clipping needs the norm of the *whole* gradient, of which a rank has only its chunks. The chunks are
-# disjoint and complete, so
-#
-# $$\lVert G \rVert^2 = \sum_{r=0}^{d-1} \; \sum_{i \,\in\, \text{chunks of } r} G_i^2 ,$$
-#
-# the inner sum on each rank, the outer one an all-reduce of a single value. Every element counts once. To get the same
-# bits, stage 0 sums in this order too, although it could go through its flat array from front to back.
-#
-# $2\Psi$ on the wire, as before. For mixed precision and large $d$ the model state falls from $16\Psi$ to $4\Psi$. It
-# costs no more bytes and one tiny all-reduce; 5.6 shows the one disadvantage.
-#
 # ## 5.3 Stage 2: shard the gradients
+#
+# *Core, 10 minutes.*
 #
 # After the reduce-scatter a rank needs only its chunk of the gradient. Before it, the full gradient must exist, because
 # backward computes it. So let it exist only then: compute the gradient of one layer, reduce-scatter it, free it, and go
@@ -227,6 +247,8 @@ if rank == 0:
 # model state; *activations* are what forward keeps for backward; *buffers* are copies that live briefly.
 
 # %%
+from minipar.memory import MemoryLedger, hold
+
 ledger = MemoryLedger()
 with ledger.recording():
     first, second = np.zeros(100), np.zeros(10)
@@ -239,13 +261,33 @@ assert ledger.held["gradients"] == 80
 # Now stage 0 on plain arrays. The model has four layers $y = \tanh(x A)$ without biases, and every rank has its own
 # samples. The loss is half the sum of squares of the output, so the gradient of the output is the output. One training
 # loop serves all stages. A stage says where the matrix of a layer comes from (`weight`) and what becomes of its
-# gradient (`finished`). `held` announces an array and returns it. `watch_layers` trains; it returns the parameters, the
-# most bytes that this rank held of parameters, gradients and optimizer state, and the bytes that it sent.
+# gradient (`finished`).
 
 # %%
+from functools import partial
+
+from minipar.comm import wire_bytes
+
 LAYERS, WIDTH, BARE_STEPS = 4, 9, 3
 ONE, ALL = WIDTH**2, LAYERS * WIDTH**2  # parameters of one layer and of all
 begin, end = chunk_bounds(ONE, d)[rank]  # this rank's chunk of each layer
+
+
+def held(kind, array):
+    """Announce an array to the ledger, and return it."""
+    hold(kind, array)
+    return array
+
+
+def watch_layers(train):
+    """Train under a ledger: all parameters, the most bytes held of each part of the model state, the bytes sent."""
+    ledger = MemoryLedger()
+    comm.traffic.reset()
+    with ledger.recording():
+        weight = train()
+    sent = comm.traffic.bytes()
+    most = [max(levels[kind] for _, levels in ledger.moments) for kind in range(3)]
+    return np.concatenate([weight(i).reshape(-1) for i in range(LAYERS)]), most, sent
 
 
 def initial(layer):
@@ -260,7 +302,7 @@ def train_layers(weight, finished, optimizer, after_step=lambda: None):
         gradient = kept[LAYERS]
         for i in reversed(range(LAYERS)):
             gradient = gradient * (1 - kept[i + 1] ** 2)
-            finished(i, watch.held("gradients", (kept[i].T @ gradient).reshape(-1)))
+            finished(i, held("gradients", (kept[i].T @ gradient).reshape(-1)))
             gradient = gradient @ weight(i).T
         optimizer.step()
         optimizer.zero_grad()
@@ -269,7 +311,7 @@ def train_layers(weight, finished, optimizer, after_step=lambda: None):
 
 
 def stage_0():
-    whole = [Parameter(watch.held("parameters", initial(i))) for i in range(LAYERS)]
+    whole = [Parameter(held("parameters", initial(i))) for i in range(LAYERS)]
 
     def finished(i, full):
         whole[i].grad = comm.all_reduce(full, algorithm="ring")  # in place
@@ -281,7 +323,7 @@ def bytes_sent(*collectives):
     return BARE_STEPS * LAYERS * sum(wire_bytes(op, algorithm, ONE, 8, d, rank) for op, algorithm in collectives)
 
 
-plain_bits, most, sent = watch.watch_layers(comm, stage_0, LAYERS)
+plain_bits, most, sent = watch_layers(stage_0)
 assert most == [8 * ALL, 8 * ALL, 16 * ALL] and sent == bytes_sent(("all_reduce", "ring"))
 
 # %% [markdown]
@@ -294,12 +336,12 @@ SCATTER, GATHER = ("reduce_scatter", "ring"), ("all_gather", "pairwise")
 
 
 def reduce_scatter_into(chunks, i, full):
-    chunks[i].grad = watch.held("gradients", comm.reduce_scatter(full, algorithm="ring").copy())
+    chunks[i].grad = held("gradients", comm.reduce_scatter(full, algorithm="ring").copy())
     # `full` is freed when this function returns
 
 
 def stage_2():
-    whole = [watch.held("parameters", initial(i)) for i in range(LAYERS)]
+    whole = [held("parameters", initial(i)) for i in range(LAYERS)]
     chunks = [Parameter(layer[begin:end]) for layer in whole]  # views: the optimizer writes into `whole`
 
     def after_step():
@@ -310,7 +352,7 @@ def stage_2():
     return train_layers(lambda i: whole[i].reshape(WIDTH, WIDTH), finished, AdamW(chunks), after_step)
 
 
-bits, most, sent = watch.watch_layers(comm, stage_2, LAYERS)
+bits, most, sent = watch_layers(stage_2)
 assert most == [8 * ALL, 8 * (OWNED + ONE), 16 * OWNED] and sent == bytes_sent(SCATTER, GATHER)
 assert same_bits(bits, plain_bits)
 say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} bytes instead of {8 * ALL:,}")
@@ -318,31 +360,38 @@ say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} 
 # %% [markdown]
 # The ledger proves the sentence above: next to its chunks, a rank never holds more than *one* full gradient of a layer.
 #
-# The library's stage adds three things. It is asynchronous: `pre_backward` makes the array for a bucket's full gradient
-# when backward arrives at the bucket's *unit* (the part of the model whose parameters share a bucket, here a block),
-# and waits until at most one older bucket still travels. So there are never more than two, besides that of the matrix
-# which embedding and head share: it is complete only at the end of backward. The message alone refers to the full
-# gradient, so the gradient is freed when it has been sent. And nobody writes a training loop with `finished` in it: the
-# unit must notice by itself that backward arrives.
+# The same bytes on the wire again. Stage 2 sends nothing that stage 1 does not send, as long as every step has a single
+# backward; 5.9 has another case.
 #
-# How does it notice? Backward goes through the operations in reverse. An identity operation that is applied to the
-# unit's *output* runs its backward just before the unit's backward. An identity that is applied to the unit's *input*
-# runs its backward just after the unit's backward, which stage 3 will need:
+# ### In the library
 #
-# | | first | then | last |
-# | --- | --- | --- | --- |
-# | forward | identity on the input | the unit | identity on the output |
-# | backward | identity on the output: `pre_backward` | the unit | identity on the input: `post_backward`, in stage 3 |
+# *Deeper, 5 minutes.*
+#
+# Nobody writes a training loop with `finished` in it. So the model's parts must notice by
+# themselves that backward arrives. A *unit* is a part of the model whose parameters share a bucket, here a block. An
+# identity operation is put on the unit's input and one on its output. Backward goes through the operations in reverse:
 
 # %%
+if rank == 0:
+    show(figures.draw_identities(), "05_identities")
+
+# %% [markdown]
+# Stage 2 uses `pre_backward` only. It makes the array for the unit's full gradient when backward arrives at the unit,
+# and it waits until at most one older bucket still travels. So at most two full gradients exist at a time, plus one:
+# that of the tied embedding, which is complete only when backward ends. The message alone refers to a full gradient, so
+# the gradient is freed when it has been sent.
+
+# %%
+from minipar.parallel.shards import allocate_gradient
+from minipar.parallel.zero import ZeroStage2
+
 if rank == 0:
     show_source(ZeroStage2.run, allocate_gradient, ZeroStage2.reduce)
 
 # %% [markdown]
-# The same bytes on the wire again. Stage 2 sends nothing that stage 1 does not send, as long as every step has a single
-# backward; 5.9 has another case.
-#
 # ## 5.4 Stage 3: shard the parameters
+#
+# *Core, 12 minutes.*
 #
 # A block's parameters are needed in the block's forward and in its backward. In between they can live elsewhere. So:
 # gather a unit just before its forward, free it after; gather it again just before its backward, free it for good.
@@ -352,36 +401,120 @@ if rank == 0:
 # \underbrace{\Psi}_{\text{reduce-scatter}} = 3\Psi, \text{ each times } \tfrac{d-1}{d} .$$
 #
 # On the plain arrays of 5.3, `weight` now gathers a layer, and the training loop frees it after use, once in forward
-# and once in backward. After the step there is nothing to do:
+# and once in backward. After the step there is nothing to do. **[Exercise 7](exercises/e07_zero3_gather_and_free.py)**
+# asks for such a step: `make exercises PYTEST="-k e07"`. Write it before you open the next cell.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def stage_3():
-    chunks = [Parameter(watch.held("parameters", initial(i)[begin:end].copy())) for i in range(LAYERS)]
+    chunks = [Parameter(held("parameters", initial(i)[begin:end].copy())) for i in range(LAYERS)]
 
     def weight(i):
-        whole = watch.held("parameters", np.empty(ONE))
+        whole = held("parameters", np.empty(ONE))
         comm.all_gather(chunks[i].data, out=whole, algorithm="pairwise")
         return whole.reshape(WIDTH, WIDTH)
 
     return train_layers(weight, partial(reduce_scatter_into, chunks), AdamW(chunks))
 
 
-bits, most, sent = watch.watch_layers(comm, stage_3, LAYERS)
+bits, most, sent = watch_layers(stage_3)
 assert most == [8 * (OWNED + ONE), 8 * (OWNED + ONE), 16 * OWNED] and sent == bytes_sent(GATHER, GATHER, SCATTER)
 assert same_bits(bits, plain_bits)
 say(f"stage 3 has the bits of stage 0; parameters on rank 0: at most {most[0]:,} bytes instead of {8 * ALL:,}")
 
 # %% [markdown]
-# Next to its chunks a rank never holds more than one whole layer. The library adds **prefetch**: while a unit computes,
-# the next one's parameters are on their way, so that two units exist at a time. A communicator does one thing after the
-# other. One step of four units, on one rank:
+# Next to its chunks a rank never holds more than one whole layer.
+#
+# ### FSDP in thirty lines
+#
+# *Deeper, 10 minutes.*
+#
+# With an engine for gradients ([chapter 1](01_autograd.ipynb)) stage 3 needs no training loop of
+# its own. It is one operation: **a gather whose backward is a reduce-scatter**. `mapping` makes an operation from two
+# functions on arrays, its forward and its backward. `checkpoint` keeps a layer's input only and runs the layer's
+# forward again in backward ([chapter 2](02_gpt.ipynb)). With it the gathered matrix is not kept between the two.
+
+
+# %%
+from minipar.autograd import Tensor, checkpoint, gelu, mapping
+
+
+def gather(chunk, shape):
+    """Return the whole matrix of which each rank has a chunk. Backward leaves each rank its chunk of the sum."""
+
+    def forward(own_values):
+        whole = np.empty(shape)
+        comm.all_gather(own_values, out=whole.reshape(-1), algorithm="pairwise")
+        return whole
+
+    def backward(gradient):
+        return comm.reduce_scatter(gradient.reshape(-1), algorithm="ordered")
+
+    return mapping(chunk, forward, backward)
+
+
+def fsdp_loss(chunks, x):
+    """Half the sum of squares of layers y = gelu(x A), of whose matrices each rank holds chunks."""
+
+    def layer(x, chunk):
+        return gelu(x @ gather(chunk, (WIDTH, WIDTH)))
+
+    for chunk in chunks:
+        x = checkpoint(partial(layer, chunk=chunk), x, parameters=[chunk])
+    return (x * x).sum() * 0.5
+
+
+# %% [markdown]
+# These are the thirty lines. Now the same layers as an ordinary module, which the library shards:
+
+
+# %%
+import minipar as mp
+
+
+class Layers(mp.Module):
+    """The same layers on one device."""
+
+    def __init__(self):
+        self.matrices = [Parameter(initial(i).reshape(WIDTH, WIDTH)) for i in range(LAYERS)]
+
+    def loss_sum(self, x, targets):
+        for matrix in self.matrices:
+            x = gelu(x @ matrix)
+        return (x * x).sum() * 0.5
+
+
+samples = np.random.default_rng([3, rank]).normal(size=(5, WIDTH))
+targets = np.zeros((5, WIDTH))  # the loss does not read them; their number is the count of its mean
+chunks = [Parameter(initial(i)[begin:end].copy()) for i in range(LAYERS)]
+library = mp.fully_shard(Layers(), comm, algorithm="ordered")
+ours = AdamW(chunks, weight_decay=0)
+theirs = AdamW(library.parameters(), weight_decay=0)
+for _ in range(BARE_STEPS):
+    loss = fsdp_loss(chunks, Tensor(samples))
+    loss.backward(np.full_like(loss.data, 1 / (d * targets.size)))  # the mean over the targets of all ranks
+    ours.step()
+    ours.zero_grad()
+    library.loss(samples, targets).backward()
+    theirs.step()
+    theirs.zero_grad()
+for chunk, matrix in zip(chunks, library.model.matrices, strict=True):
+    assert same_bits(gather(chunk, (WIDTH, WIDTH)).data, library.gather_parameter(matrix))
+say(f"thirty lines = mp.fully_shard, bit for bit, after {BARE_STEPS} steps")
+
+# %% [markdown]
+# ### Prefetch, and the library's words
+#
+# *Deeper, 6 minutes.*
+#
+# The library adds **prefetch**: while a unit computes, the next one's parameters are on their way, so that two units
+# exist at a time. A communicator does one thing after the other. One step of four units, on one rank:
 
 # %%
 if rank == 0:
-    slots = gather_and_free(units=4, forward=2, backward=4, wire=1.5)
-    show(draw_gather_and_free(slots), "05_gather_and_free")
-    without = gather_and_free(units=4, forward=2, backward=4, wire=1.5, prefetch=False)
+    slots = figures.gather_and_free(units=4, forward=2, backward=4, wire=1.5)
+    show(figures.draw_gather_and_free(slots), "05_gather_and_free")
+    without = figures.gather_and_free(units=4, forward=2, backward=4, wire=1.5, prefetch=False)
     assert (slots[-1].end, without[-1].end) == (27, 40.5)
 
 # %% [markdown]
@@ -390,6 +523,9 @@ if rank == 0:
 # `unshard` starts a gather, and `wait_for_unshard` lets the parameters refer to the array when it has arrived:
 
 # %%
+from minipar.parallel.fsdp import FullyShardedDataParallel as FSDP
+from minipar.parallel.fsdp import Unit
+
 if rank == 0:
     show_source(Unit.unshard, Unit.wait_for_unshard)
 
@@ -397,8 +533,8 @@ if rank == 0:
 # `reshard` frees a unit although the graph of backward needs it: a matrix product's backward reads the weight, so a
 # node of the graph keeps the *parameter*, not its values, and asks for them when backward comes. And it makes mistakes
 # visible: while a unit is away, its parameters hold a `placeholder`, a single NaN that stands for every element, so
-# that code that uses a parameter at the wrong time computes NaN. Four functions then say when each happens:
-# `pre_forward`, `post_forward` and, by the identities on output and input, `pre_backward` and `post_backward`.
+# that code that uses a parameter at the wrong time computes NaN. The four functions in the picture of 5.3 say when each
+# happens:
 
 # %%
 if rank == 0:
@@ -407,6 +543,8 @@ if rank == 0:
 
 # %% [markdown]
 # ## 5.5 The four stages side by side
+#
+# *Core, 8 minutes.*
 #
 # A script chooses the stage with one argument and changes nothing else. Its optimizer gets `wrapper.parameters()`. From
 # stage 1 on these are this rank's part of the model. The model is a GPT-2 of toy size in float64, one sample per rank,
@@ -417,8 +555,19 @@ if rank == 0:
 # stays for the backward that follows at once. The embedding's backward does not read the matrix, so there are two
 # gathers, as for a block. Chunk $r$ of each bucket belongs to rank $r$. Equal buckets in all stages mean that the same
 # values are added in the same order.
+#
+# **Predict**: the stages send how many bytes, relative to stage 0? Replace the dots by four values.
 
 # %%
+from chapters.support.predict import predict, reveal
+
+predict("bytes sent at stages 0 to 3, relative to stage 0", ...)  # replace the dots by a list such as [1, 1, 1, 1]
+
+# %%
+from chapters.support.ch05 import watch
+from minipar.memory import enter
+from minipar.train.data import Batches, load_tokens
+
 T, STEPS, CLIP = 32, 3, 0.5
 config = mp.GPTConfig(vocab_size=256, n_positions=T, n_embd=64, n_layer=4, n_head=4)
 text = load_tokens(None, vocab_size=256, seq_len=T)
@@ -458,23 +607,31 @@ for stage, watched in enumerate(runs):
     assert same_bits(watched.bits, plain.bits)
     assert watched.state == (state.parameters, state.gradients, state.optimizer)
     assert watched.sent == watch.expected_bytes(watched.wrapper)
-    say(f"stage {stage}: holds {' + '.join(f'{nbytes:,}' for nbytes in watched.state)} = {state.total:,} bytes")
-    say(f"         sends {', '.join(f'{op} {nbytes:,}' for op, nbytes in watched.sent.items()) or 'nothing'}")
+    holds = " + ".join(f"{nbytes / 2**20:.3f}" for nbytes in watched.state)
+    sends = ", ".join(f"{op} {nbytes / 2**20:.3f}" for op, nbytes in watched.sent.items())
+    say(f"stage {stage}: holds {holds} = {state.total / 2**20:.3f} MiB")
+    say(f"         sends {sends or 'nothing'} MiB")
 assert min(plain.norms) > CLIP
+sums = [sum(watched.sent.values()) for watched in runs]
+if d > 1:
+    relative = [round(nbytes / sums[0], 2) for nbytes in sums]
+    assert relative == [1, 1, 1, 1.5]
+    reveal("bytes sent at stages 0 to 3, relative to stage 0", relative, say)
 say(f"the same bits: all {Psi:,} parameters, {STEPS} losses, {STEPS} norms, of which every one was clipped")
 
 # %% [markdown]
 # Three claims hold for each stage. Parameters, losses and norms have stage 0's bits, and stage 0 has those of one
 # device (chapter 4). The model state in the ledger **is** the formula's, to the byte. And the bytes sent **are** the
 # closed form's: $2\Psi\frac{d-1}{d}$ elements in stages 0 to 2, $3\Psi\frac{d-1}{d}$ in stage 3, two values for the
-# loss, and one for the norm. (Where $d$ does not divide a bucket, the first ranks have one element more. Frameworks
-# pad instead.)
+# loss, and one for the norm. (Where $d$ does not divide a bucket, the first ranks have one element more.)
 #
 # One rank's memory through one step, from the ledger. The horizontal axis has the ledger's changes in order. The dashed
 # line is the formula.
 
 # %%
 if rank == 0:
+    from visualize import plot_ledger
+
     moments = {f"stage {stage}": watched.moments for stage, watched in enumerate(runs)}
     levels = {f"stage {stage}": watched.model_state for stage, watched in enumerate(runs)}
     show(plot_ledger(moments, levels), "05_stages")
@@ -488,6 +645,8 @@ if rank == 0:
 # air.
 #
 # ## 5.6 What stage 3 pays
+#
+# *Deeper, 12 minutes.*
 #
 # Half as many bytes again, and *latency*: each unit costs three collectives of at least $(d-1)\alpha$, not two. And a
 # late gather costs more than a late reduction. A late reduction delays the end of backward, but a late gather stops a
@@ -505,23 +664,31 @@ if rank == 0:
 #
 # Four simulated devices test this on the model clock of chapters 3 and 4, at $10^{12}$ operations per second, with
 # $\alpha = 1\,\mu s$ and $B T = 512$ tokens in fp32, so $w = 4$. Then the right side is 375 tokens at 4 GB/s and 6,000
-# at 0.25 GB/s. So only the faster network should hide it:
+# at 0.25 GB/s. So only the faster network should hide it.
+#
+# **Predict**: on the faster network a step of stage 0 takes 0.873 ms. How long does a step of stage 3 take, which sends
+# 1.5 times as many bytes?
 
 # %%
-NAMES = ("stage 0", "stage 1", "stage 3 without prefetch", "stage 3")
+predict("a step of stage 3 at 4 GB/s", ...)  # replace the dots by milliseconds
+
+# %%
+KINDS = {"stage 0": (0, True), "stage 1": (1, True), "stage 3 without prefetch": (3, False), "stage 3": (3, True)}
 EXPECTED = {4e9: [0.873, 0.994, 1.296, 0.873], 0.25e9: [5.726, 5.726, 8.740, 7.985]}  # milliseconds
 if rank == 0:
+    times = {}
     for bandwidth, expected in EXPECTED.items():
-        steps = [watch.simulate(*kind, bandwidth) for kind in ((0, True), (1, True), (3, False), (3, True))]
-        zero, _, _, three_fetching = steps
-        assert [round(step.seconds * 1e3, 3) for step in steps] == expected
-        assert 2 * three_fetching.bytes == 3 * zero.bytes and 2 * three_fetching.messages == 3 * zero.messages
-        tokens = 3 / 4 * 4 * watch.SPEED / bandwidth / 2
-        assert tokens == {4e9: 375, 0.25e9: 6000}[bandwidth]
-        assert (abs(three_fetching.seconds / zero.seconds - 1) < 1e-9) == (tokens <= watch.BATCH * watch.LENGTH)
-        times = [f"{name} {step.seconds * 1e3:.3f} ms" for name, step in zip(NAMES, steps, strict=True)]
-        say(f"{bandwidth / 1e9} GB/s: {', '.join(times)}")
-    assert round(watch.COMPUTATION * 1e3, 3) == 0.755 and round(7.985 / 5.726, 2) == 1.39
+        steps = {name: watch.simulate(*kind, bandwidth) for name, kind in KINDS.items()}
+        replicated, sharded = steps["stage 0"], steps["stage 3"]
+        assert [round(step.seconds * 1e3, 3) for step in steps.values()] == expected
+        assert 2 * sharded.bytes == 3 * replicated.bytes and 2 * sharded.messages == 3 * replicated.messages
+        tokens = 3 / 4 * 4 * watch.SPEED / bandwidth / 2  # the right side of the condition
+        is_hidden = tokens <= watch.BATCH * watch.LENGTH
+        assert (abs(sharded.seconds / replicated.seconds - 1) < 1e-9) == is_hidden
+        times[f"{bandwidth / 1e9} GB/s"] = {name: step.seconds for name, step in steps.items()}
+    assert round(watch.COMPUTATION * 1e3, 3) == 0.755
+    reveal("a step of stage 3 at 4 GB/s", round(times["4.0 GB/s"]["stage 3"] * 1e3, 3), say, "ms")
+    show(figures.plot_step_times(times, watch.COMPUTATION), "05_step_times")
 
 # %% [markdown]
 # On the fast network stage 3 costs *nothing*, although it sends half as much again: both take 0.873 ms, of which
@@ -530,9 +697,9 @@ if rank == 0:
 # before the first one and reduce-scatters them after the last. Without prefetch stage 3 takes 1.296 ms: computation
 # stops for each block's gather, and in backward the gather even queues behind the reduce-scatter of the block before.
 #
-# At 0.25 GB/s the wire is the bottleneck: 5.726 ms become 7.985 ms, 1.39 times as much: nothing hides what takes longer
-# than the computation. As computation becomes negligible, the ratio goes towards
-# $3\Psi / 2\Psi = 1.5$.
+# At 0.25 GB/s the wire is the bottleneck. 5.726 ms become 7.985 ms, which is 1.39 times as much: communication takes
+# longer than the computation that could hide it. As computation becomes negligible, the ratio goes towards
+# $3\Psi / 2\Psi = 1.5$. Between hosts the network is often that slow; 5.14 has a remedy.
 #
 # And on the fast network stage 1 is slower than stage 0, with the same bytes: 0.994 ms. Stage 0 does its whole
 # all-reduce during backward. In stage 1 the second half, the gather, follows the optimizer's step, where nothing
@@ -540,22 +707,31 @@ if rank == 0:
 #
 # ## 5.7 What no stage divides
 #
+# *Core, 4 minutes.*
+#
 # The model state is divided by $d$; activations are not, nor are buffers. Activations depend on the rank's own samples.
 # More ranks with the same global batch mean fewer samples each, but one sample is the least.
 
 # %%
 assert len({watched.most("activations") for watched in runs}) == 1
 for stage, watched in enumerate(runs):
-    most = ", ".join(f"{kind} {watched.most(kind):,}" for kind in ("activations", "buffers"))
-    say(f"stage {stage}: model state {watched.model_state:,} bytes; at most {most}")
+    most = ", ".join(f"{kind} {watched.most(kind) / 2**20:.3f} MiB" for kind in ("activations", "buffers"))
+    say(f"stage {stage}: model state {watched.model_state / 2**20:.3f} MiB; at most {most}")
 
 # %% [markdown]
-# The activations of all four stages are equal to the byte. What helps is recompute (chapter 2), which every stage
-# allows: keep each block's input, forget its inside, compute it again in backward. The second forward of a block then
-# runs inside its backward, where the block is gathered anyway; it costs no third gather. Dividing activations takes
-# another kind of parallelism: tensor, sequence and pipeline parallelism.
+# The activations of all four stages are equal to the byte. When are they larger than the model state? In 16 bits, with
+# $a$ heads and stored attention, they take about $BT(34h + 5aT)$ bytes per layer of hidden size $h$ (Korthikanti et al.
+# 2022), and the layer's $12h^2$ parameters at stage 3 take $192h^2/d$. With $h = 4096$, $a = 32$, $d = 64$ and one
+# sample of 2,048 tokens that is 957 MB of activations against 50 MB of state per layer.
+#
+# What helps is recompute (chapter 2), which every stage allows: keep each block's input, forget its inside, compute it
+# again in backward. The second forward of a block then runs inside its backward, where the block is gathered anyway; it
+# costs no third gather. Dividing activations takes another kind of parallelism: tensor, sequence and pipeline
+# parallelism.
 #
 # ## 5.8 A model larger than one rank
+#
+# *Deeper, 3 minutes.*
 #
 # Stage 3 trains a model that fits on no single rank. But how does such a model come to be? If each rank first made all
 # of it and then kept its chunks, it would run out of memory before the first step. Initial weights here are a recipe
@@ -567,17 +743,19 @@ building = MemoryLedger()
 with building.recording():
     FSDP(mp.GPT(config, dtype="float64", deferred=True), comm)
 assert building.peak <= 8 * (2 * own + max(sizes))
-say(f"while a model of {8 * Psi:,} bytes was made rank 0 held at most {building.peak:,} bytes, gradients included")
+made, peak = 8 * Psi / 2**20, building.peak / 2**20
+say(f"while a model of {made:.3f} MiB was made, rank 0 held at most {peak:.3f} MiB, gradients included")
 
 # %% [markdown]
 # ## 5.9 Gradient accumulation, and why pipelines object
+#
+# *Deeper, 8 minutes.*
 #
 # Let a rank run $m$ microbatches per step and add up their gradients. In stages 0 and 1, `no_sync` keeps them in the
 # full gradient and sends once. In stages 2 and 3 there is no full gradient to add to. There are two ways out:
 #
 # - **Keep it whole while accumulating** (`no_sync`). Bytes: one reduce-scatter. Memory: $\Psi$ gradients on every rank
 #   until the last backward, next to the chunks. The saving of stage 2 is gone.
-#
 # - **Reduce-scatter after every microbatch** and add up the chunks. Memory: $\Psi/d$. Bytes: $m$ reduce-scatters.
 #
 # Stage 3 also gathers parameters for every microbatch, twice. Elements sent per rank and step, each times
@@ -595,6 +773,7 @@ say(f"while a model of {8 * Psi:,} bytes was made rank 0 held at most {building.
 
 # %%
 m = 3
+counted = {}
 for every, elements in ((False, Psi + own), (True, own)):
     bits = []
     for stage in (2, 3):
@@ -603,34 +782,43 @@ for every, elements in ((False, Psi + own), (True, own)):
         assert watched.sent == watch.expected_bytes(watched.wrapper, m, reductions=m if every else 1)
         bits.append(watched.bits)
         way = "every microbatch" if every else "no_sync"
-        say(f"stage {stage}, {way}: gradients {8 * elements:,} bytes, sends {sum(watched.sent.values()):,} bytes")
+        sent = sum(watched.sent.values())
+        say(f"stage {stage}, {way}: gradients {8 * elements / 2**20:.3f} MiB, sends {sent / 2**20:.3f} MiB")
+        values = watched.sent.get("all_reduce", 0)  # of the losses and the norm
+        counted[f"stage {stage}, {way}"] = (m, (sent - values) / max(1, runs[0].sent.get("all_reduce", 0)) * 2)
     assert same_bits(*bits)
+if rank == 0 and d > 1:
+    formulas = {
+        "stage 3, every microbatch": (0, 3),
+        "stage 3, no_sync": (1, 2),
+        "stage 2, every microbatch": (1, 1),
+        "stage 2, no_sync": (2, 0),
+    }
+    for way, (constant, slope) in formulas.items():
+        assert abs(counted[way][1] - constant - slope * m) < 0.02
+    show(figures.plot_microbatches(formulas, counted), "05_microbatches")
 
 # %% [markdown]
 # (The two ways add in another order, over ranks first or over microbatches first, so they agree only up to rounding.)
 #
-# **Why ZeRO-2/3 and pipelines quarrel.** A pipeline needs many microbatches: with $p$ ranks its idle fraction is
-# $(p-1)/(m+p-1)$ (chapter 7), so $m$ is several times $p$. For each of them, stage 2 pays a reduce-scatter or gives
-# back its gradient memory. Stage 3's parameters must besides be gathered again for each microbatch's forward and
-# backward. What is sent once per step without microbatches is now sent $m$ times, and each time only the work of one
-# microbatch can hide it. The figures above are this cost, without a pipeline. That is why Megatron and DeepSpeed
+# **Why ZeRO 2 and 3 and pipelines do not fit together.** A pipeline needs many microbatches: with $p$ ranks its idle
+# fraction is $(p-1)/(m+p-1)$ (chapter 7), so $m$ is several times $p$. For each of them, stage 2 pays a reduce-scatter
+# or gives back its gradient memory. Stage 3's parameters must besides be gathered again for each microbatch's forward
+# and backward. What is sent once per step without microbatches is now sent $m$ times, and each time only the work of
+# one microbatch can hide it. The figures above are this cost, without a pipeline. That is why Megatron and DeepSpeed
 # combine pipelines with stage 1, whose communication is once per step whatever $m$ is. Chapter 8 takes it up.
 #
 # ## 5.10 Mistakes, and what notices them
 #
+# *Deeper, 8 minutes.*
+#
 # Four mistakes (`chapters/support/ch05/watch.py` has them). The instruments:
 #
 # - **loss**: is the last loss off by more than 5 %?
-#
 # - **ranks**: do all ranks hold the same parameters?
-#
 # - **bits**: parameters, losses and norms as in stage 0?
-#
 # - **bytes**: are the bytes sent those of the right run?
-#
 # - **ledger**: after the step, is the memory that of the right run, kind by kind?
-#
-# Before you read on: which instrument catches which mistake?
 #
 # 1. **The norm of the own chunk.** The all-reduce of the squared norm is forgotten.
 #
@@ -639,19 +827,32 @@ for every, elements in ((False, Psi + own), (True, own)):
 # 3. **A shard off by one.** The optimizer's chunk of the parameters begins one element too early.
 #
 # 4. **A unit that is never released.** Stage 3 gathers, and after use does not let go.
+#
+# **Predict** which instruments notice which mistake:
 
 # %%
-for name, wrap, right, catching in (
-    ("nothing broken", ZeroStage1, one, set()),
-    ("1. own chunk's norm", watch.OwnNorm, one, {"bits", "bytes"}),
-    ("2. no all-gather", watch.NoGather, one, {"ranks", "bits", "bytes"}),
-    ("3. shard off by one", watch.OffByOne, one, {"bits"}),
-    ("4. never released", watch.NeverFrees, three, {"ledger"}),
-):
-    caught = watch.examine(watch.watch(partial(train, wrap)), plain, right)
-    say(f"{name:<20} caught by: {', '.join(sorted(caught)) or 'nothing'}")
-    if d > 1 or name[0] in "n4":  # the others need a second rank to be mistakes
-        assert caught - {"loss"} == catching
+predict("1. own chunk's norm", ...)  # replace the dots by a set of instruments, such as {"loss", "ranks"}
+predict("2. no all-gather", ...)
+predict("3. shard off by one", ...)
+predict("4. never released", ...)
+
+# %%
+broken = {
+    "1. own chunk's norm": (watch.OwnNorm, one),
+    "2. no all-gather": (watch.NoGather, one),
+    "3. shard off by one": (watch.OffByOne, one),
+    "4. never released": (watch.NeverFrees, three),
+}
+assert watch.examine(watch.watch(partial(train, ZeroStage1)), plain, one) == set()  # nothing broken, nothing seen
+caught = {}
+for name, (wrap, right) in broken.items():
+    caught[name] = watch.examine(watch.watch(partial(train, wrap)), plain, right)
+    reveal(name, caught[name] or "nothing", say)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+if d > 1:  # the first three need a second rank to be mistakes
+    answers = [{"bits", "bytes"}, {"ranks", "bits", "bytes"}, {"bits"}, {"ledger"}]
+    assert [instruments - {"loss"} for instruments in caught.values()] == answers
 
 # %% [markdown]
 # Four lessons.
@@ -672,6 +873,8 @@ for name, wrap, right, catching in (
 #
 # ## 5.11 PyTorch's names
 #
+# *Deeper, 2 minutes.*
+#
 # | minipar | PyTorch | DeepSpeed, Megatron-LM |
 # | --- | --- | --- |
 # | `shard(model, comm, 1)` | `ZeroRedundancyOptimizer` | ZeRO stage 1, `--use-distributed-optimizer` |
@@ -689,6 +892,10 @@ for name, wrap, right, catching in (
 # The same in PyTorch: `chapters/pytorch/ch05.py`.
 #
 # ## 5.12 Problems
+#
+# *Deeper, 30 minutes.*
+#
+# The answers are in 5.13, and the cell at its end computes them.
 #
 # 1. A model of 13 billion parameters is trained in mixed precision on 8 GPUs of 80 GB. Activations and buffers take 20
 # GB of each. Which is the first stage that fits, with one backward per step?
@@ -721,6 +928,10 @@ for name, wrap, right, catching in (
 #
 # ## 5.13 Answers
 #
+# *Deeper, 5 minutes.*
+#
+# <details><summary>Answers</summary>
+#
 # Of the problems:
 #
 # 1. Stage 2: it takes 68.75 GB, stage 1 takes 91.5 GB.
@@ -747,9 +958,9 @@ for name, wrap, right, catching in (
 # terms and another order with 6 ranks, so gradients, losses and norms differ in their last bits from those of a run
 # that stays on 8. What is restored (parameters and means) has the same bits.
 #
-# Exercises 6 and 7 in chapters/exercises are about this chapter.
+# </details>
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 fits = [float(bytes_per_rank(13 * 10**9, 8, stage)) / 1e9 + 20 for stage in range(4)]
 assert fits == [228, 91.5, 68.75, 46]
 
@@ -762,6 +973,109 @@ assert largest == {8: [10.9, 16, 30], 1024: [15, 29.8, 3840]}
 needed = Fraction(63, 64) * 2 * Fraction(4 * 10**14, 50 * 10**9) / 2
 assert needed == 7875 and round(float(needed / 4096), 2) == 1.92
 say("problems 1 to 4: the answers are right")
+
+# %% [markdown]
+# ## 5.14 Hybrid sharding
+#
+# *Deeper, 12 minutes.*
+#
+# Stage 3 over 1,024 GPUs gathers each block over 1,024 GPUs, and most of these messages leave their hosts. Inside a
+# host of 8 GPUs the network is ten or twenty times as fast. **Hybrid sharding** uses both: let $d$ ranks be $q$
+# *replicas* of $s = d/q$ ranks each. The $s$ ranks of a replica, those of one host, hold all shards together. Ranks at
+# the same place of all replicas hold the same shard.
+
+# %%
+if rank == 0:
+    show(figures.draw_shards_and_replicas(hosts=3, per_host=4), "05_shards_and_replicas")
+
+# %% [markdown]
+# Gathers and reduce-scatters stay inside a row. Only the *summed chunk* of a gradient, $\Psi/s$ elements per rank, is
+# summed once more, down its column. That is ZeRO in the row and data parallelism in the column. For one backward per
+# step:
+#
+# | stage 3 | model state per rank | elements that a rank sends inside | and between replicas |
+# | --- | --- | --- | --- |
+# | over all $d$ ranks | $16\Psi/d$ | $3\Psi\frac{d-1}{d}$, inside and between together | |
+# | $q$ replicas of $s$ ranks | $16\Psi/s$ | $3\Psi\frac{s-1}{s}$ | $2\frac{\Psi}{s}\cdot\frac{q-1}{q}$ |
+#
+# A rank sends $\Psi/s$ twice between hosts, and a host with its $s$ ranks $2\Psi\frac{q-1}{q}$: as many bytes as one
+# all-reduce of the gradient between hosts, and each GPU's network card carries its own part. For this, memory is
+# $16\Psi/s$ and not $16\Psi/d$: it stops falling when a host is full. In the library it is one argument,
+# `mp.shard(..., replicas=q)`, and `--zero-replicas` in the trainer:
+
+# %%
+q = 2 if d % 2 == 0 else d  # two replicas, or for an odd number of ranks as many as ranks
+s = d // q
+hybrid = watch.watch(partial(train, partial(mp.shard, stage=3, replicas=q)))
+place = rank % s
+chunks = [stop - start for size in sizes for start, stop in [chunk_bounds(size, s)[place]]]
+assert hybrid.model_state == model_state(Psi, sum(chunks), 3, FLOAT64).total
+
+
+def total(op, algorithm, lengths, ranks, r):
+    return sum(wire_bytes(op, algorithm, length, 8, ranks, r) for length in lengths)
+
+
+inside = 2 * total("all_gather", "pairwise", sizes, s, place) + total("reduce_scatter", "ordered", sizes, s, place)
+between = total("all_reduce", "ordered", chunks, q, rank // s)
+values = total("all_reduce", "ordered", [2], d, rank) + total("all_reduce", "ordered", [1], s, place)  # loss, norm
+assert sum(hybrid.sent.values()) == inside + between + values
+difference = np.abs(hybrid.bits - plain.bits).max() / np.abs(plain.bits).max()
+assert difference < 1e-12
+say(f"{q} replicas of {s}: model state {hybrid.model_state / 2**20:.3f} MiB on rank 0")
+say(f"stage 3 over all {d}: {three.model_state / 2**20:.3f} MiB")
+say(f"rank 0 sends {inside / 2**20:.3f} MiB inside its replica and {between / 2**20:.3f} MiB between them")
+say(f"parameters, losses and norms agree with stage 0 to {difference:.0e}: the sums are nested, (0+1)+(2+3)")
+
+# %% [markdown]
+# **Predict**: 8 simulated devices on two hosts of 4, with 4 GB/s inside a host and 1 GB/s between them. By which factor
+# is a step with two replicas shorter than one of stage 3 over all 8?
+
+# %%
+predict("hybrid sharding is faster by the factor", ...)
+
+# %%
+HYBRID = {"stage 0": (0, 1), "stage 1": (1, 1), "stage 3 over 8": (3, 1), "stage 3, 2 replicas": (3, 2)}
+if rank == 0:
+    times = {}
+    for bandwidth in (4e9, 1e9):
+        steps = {name: watch.simulate_hosts(*kind, inside=4e9, between=bandwidth) for name, kind in HYBRID.items()}
+        times[f"{bandwidth / 1e9} GB/s between hosts"] = {name: step.seconds for name, step in steps.items()}
+    slow = times["1.0 GB/s between hosts"]
+    assert [round(seconds * 1e3, 2) for seconds in slow.values()] == [2.30, 1.99, 2.22, 0.94]
+    factor = slow["stage 3 over 8"] / slow["stage 3, 2 replicas"]
+    reveal("hybrid sharding is faster by the factor", round(factor, 2), say)
+    show(figures.plot_step_times(times, watch.COMPUTATION), "05_hosts")
+
+# %% [markdown]
+# On the slow network hybrid sharding takes 0.94 ms instead of 2.22 ms. Even stage 0 takes longer: its all-reduce runs
+# in one ring over both hosts. With equal networks (left) the gain is small: fewer ranks wait for one another.
+#
+# **Does it win in practice?** InternEvo's authors trained a model of 7 billion parameters on A100s, 8 per host, with
+# four network cards of 100 Gb/s per host. Here it is stage 1 whose state is sharded over all GPUs, or over the 8 of a
+# host ([their table](https://github.com/InternLM/InternEvo/blob/develop/doc/en/train_performance.md)):
+
+# %%
+if rank == 0:
+    show(figures.plot_throughput(), "05_internevo")
+
+# %% [markdown]
+# On 1,024 GPUs sharding within the host trains 1.6 times as many tokens per second. The state is larger, 12/8 instead
+# of 12/1024 bytes per parameter, which is 10.5 GB for this model.
+#
+# So hybrid sharding wins where $16\Psi/s$ fits into a GPU and the network between hosts is the bottleneck. It loses
+# where the model needs every GPU's memory: 70 billion parameters at stage 3 within 8 GPUs are 140 GB on each. Then a
+# replica must span several hosts, $s = 16$ or more.
+#
+# **Problem 5.** A model of 30 billion parameters is trained at stage 3 on 64 GPUs, 8 per host. How many GB of model
+# state does each hold over all GPUs, and with 8 replicas? How many GB in 16 bits does each GPU send between hosts per
+# step with 8 replicas?
+#
+# <details><summary>Answer</summary>
+#
+# 7.5 GB and 60 GB. $2 \cdot \frac{30}{8} \cdot \frac78 = 6.56$ billion elements, which are 13.1 GB.
+#
+# </details>
 
 # %% tags=["active-ipynb"]
 # %autopx

@@ -1,4 +1,4 @@
-"""Draw for section 4.4: the life of a bucket, and the time of a step by bucket size."""
+"""Draw for chapter 4: bits (4.2), buckets (4.4), weights of tokens (4.6), scaling (4.7), loss curves (4.8)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from chapters.support.draw import finish, note, show_time
-from visualize.style import BLUE, COLOURS, GREEN, INK, PAPER, VERMILION, Picture, byte_label, ink_on, picture
+from visualize.style import BLUE, COLOURS, GREEN, INK, LINES, PAPER, VERMILION, Picture, byte_label, ink_on, picture
 
 ROWS = ("backward\ncompletes gradients", "a bucket\ncounts them", "all-reduces\nunder way", "synchronize")
 
@@ -78,4 +78,82 @@ def plot_bucket_sizes(rows: Sequence[Mapping[str, Any]], naive: float, computati
     axes.xaxis.set_major_formatter(lambda value, _: byte_label(value))
     axes.legend(frameon=False, loc="lower right")
     finish(axes, ylim=(0, 1.15 * max(*times, naive * 1e3)), xlabel="bucket size", ylabel="time of a step (ms)")
+    return figure
+
+
+def plot_differing(differing: Sequence[int]) -> Picture:
+    """Draw for each chunk how many of the ring's sums differ from those in rank order."""
+    figure = picture(7.0, 2.4)
+    axes = figure.add_subplot()
+    places = range(len(differing))
+    axes.bar(places, differing, color=BLUE)
+    for place, count in zip(places, differing, strict=True):
+        axes.text(place, count, f"{count:,}", ha="center", va="bottom", fontsize=8)
+    top = 1.2 * max(*differing, 1)
+    axes.set_xticks(places)
+    finish(axes, bars="x", ylim=(0, top), xlabel="chunk", ylabel="sums that differ\nin their last bits")
+    return figure
+
+
+def plot_departures(log: Sequence[tuple[int, int]]) -> Picture:
+    """Draw when each bucket leaves: after how many complete gradients, and with how many values."""
+    figure = picture(7.0, 0.9 + 0.3 * len(log))
+    axes = figure.add_subplot()
+    total = log[-1][0]
+    for number, (completed, size) in enumerate(log):
+        axes.barh(number, completed, color=COLOURS["backward"])
+        axes.plot(completed, number, ">", color=COLOURS["all_reduce"], markersize=9)
+        note(axes, f"{size:,} values leave", (completed, number), (8, 0), va="center", fontsize=8)
+    axes.set_yticks(range(len(log)), [f"bucket {number}" for number in range(len(log))], fontsize=8)
+    axes.invert_yaxis()
+    finish(axes, bars="y", xlim=(0, 1.3 * total), xlabel=f"complete gradients, of {total}, when the bucket leaves")
+    return figure
+
+
+def plot_weights(targets: Sequence[int]) -> Picture:
+    """Draw how much a token counts on each rank in a mean of the ranks' means, relative to the mean of all tokens."""
+    figure = picture(7.0, 2.4)
+    axes = figure.add_subplot()
+    places = range(len(targets))
+    weights = [sum(targets) / (len(targets) * count) for count in targets]
+    axes.bar(places, weights, color=VERMILION)
+    axes.axhline(1, color=INK, linestyle="--", label="the right weight")
+    axes.set_xticks(places, [f"rank {rank}:\n{count}" for rank, count in enumerate(targets)], fontsize=8)
+    finish(axes, legend="upper left", bars="x", xlabel="targets per rank", ylabel="weight of a token")
+    return figure
+
+
+def plot_scaling(efficiencies: Mapping[int, tuple[float, float]]) -> Picture:
+    """Draw efficiencies against the number of ranks: {ranks: (naive, with overlap)}."""
+    figure = picture(7.0, 3.0)
+    axes = figure.add_subplot()
+    ranks = list(efficiencies)
+    for place, (name, colour) in enumerate((("one all-reduce after backward", VERMILION), ("with overlap", BLUE))):
+        values = [100 * both[place] for both in efficiencies.values()]
+        axes.plot(ranks, values, "o-", color=colour, label=name)
+        for count in (8, 64):
+            value = 100 * efficiencies[count][place]
+            note(
+                axes,
+                f"{value:.0f} %",
+                (count, value),
+                ((6, 4) if place else (-8, -14)),
+                ha="left" if place else "right",
+                fontsize=8,
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(count) for count in ranks])
+    finish(axes, legend="lower left", xlabel="ranks, with one global batch", ylabel="efficiency (%)", ylim=(0, 112))
+    return figure
+
+
+def plot_losses(curves: Mapping[str, Sequence[float]]) -> Picture:
+    """Draw the losses of several runs, step by step."""
+    figure = picture(7.0, 2.8)
+    axes = figure.add_subplot()
+    dashes = ("-", "--", "-.", ":")
+    for colour, dash, (name, losses) in zip(LINES, dashes, curves.items(), strict=False):
+        axes.plot(range(1, len(losses) + 1), losses, dash, color=colour, label=name)
+        axes.set_xticks(range(0, len(losses) + 1, 5))
+    finish(axes, legend="upper right", xlabel="step", ylabel="loss (nats per byte)")
     return figure

@@ -87,7 +87,7 @@ def _step(comm: Any, bucket_bytes: int | None) -> Step:
 
 
 class DropsABucket(DistributedDataParallel):
-    """Mistake 1: the first bucket is "summed" over this rank alone."""
+    """Mistake 3: the first bucket is "summed" over this rank alone."""
 
     def reduce(self, bucket: Bucket) -> None:
         self.guard.step_is_compared = True  # or the second loss would be refused
@@ -99,7 +99,7 @@ class DropsABucket(DistributedDataParallel):
 
 
 class LocalCount(DistributedDataParallel):
-    """Mistake 2: as if each rank had divided the sum of its losses by its own count, not by the global one."""
+    """Mistake 4: as if each rank had divided the sum of its losses by its own count, not by the global one."""
 
     def synchronize(self) -> None:
         super().synchronize()
@@ -108,7 +108,7 @@ class LocalCount(DistributedDataParallel):
 
 
 class KeepsGradients(LocalCount):
-    """Mistake 3: each rank steps on the mean gradient of its own samples; then `after_step` averages the parameters."""
+    """Mistake 5: each rank steps on the mean gradient of its own samples; then `after_step` averages the parameters."""
 
     def reduce(self, bucket: Bucket) -> None:
         ranks = bucket.comm
@@ -136,18 +136,14 @@ def without_no_sync(
 
 @dataclass(frozen=True)
 class Seen:
-    """The instruments that objected to a run, how far its parameters are from one device's (relative), and its loss."""
+    """The instruments that objected to a run, how far its parameters are from one device's (relative), and its losses.
+
+    The instruments are loss, ranks, bytes and one device.
+    """
 
     caught: set[str]
     difference: float
-    loss: float
-
-    def __str__(self) -> str:
-        eyes = "  ".join(f"{eye} {'CAUGHT' if eye in self.caught else '-':<6}" for eye in INSTRUMENTS)
-        return f"{eyes}  off by {self.difference:.0e}, loss {self.loss:.3f}"
-
-
-INSTRUMENTS = ("loss", "ranks", "bytes", "one device")
+    losses: Sequence[float]
 
 
 def examine(
@@ -172,4 +168,4 @@ def examine(
         "one device": everywhere(comm, same_bits(trained, parameters)),
     }
     caught = {instrument for instrument, is_content in content.items() if not is_content}
-    return Seen(caught, float(comm.all_reduce(difference, op="max")[0]), losses[-1])
+    return Seen(caught, float(comm.all_reduce(difference, op="max")[0]), losses)

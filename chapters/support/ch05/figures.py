@@ -1,13 +1,14 @@
-"""Draw for chapter 5: what each rank holds at each stage (5.1), when stage 3 gathers and frees (5.4)."""
+"""Draw for chapter 5: who holds what (5.1, 5.2), gathers (5.3, 5.4), times and bytes (5.6, 5.9), hosts (5.14)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from chapters.support.draw import box, show_time
-from visualize.style import COLOURS, INK, PAPER, Picture, picture
+from chapters.support.draw import RANKS, box, finish, patches, show_cells, show_time
+from visualize.style import BLUE, COLOURS, GREY, INK, LINES, PAPER, VERMILION, Picture, picture
 
 STATE = ("parameters", "gradients", "optimizer")
 HATCHES = ("", "///", "...")
@@ -125,3 +126,161 @@ def draw_gather_and_free(slots: Sequence[Slot]) -> Picture:
 def _free(axes: Axes, unit: int, start: float, end: float) -> None:
     axes.add_patch(Rectangle((start, unit - 0.4), end - start, 0.8, facecolor=PAPER, edgecolor="none", zorder=0))
     axes.plot([end, end], [unit - 0.4, unit + 0.4], color=INK, linewidth=2.5)
+
+
+MINE, SUM, NEW = "#F6D9A0", COLOURS["gradients"], COLOURS["optimizer"]  # what a block of the next picture holds
+
+
+def draw_two_orders(ranks: int) -> Picture:
+    """Draw what each rank's blocks hold in a step of stage 0 (above) and of stage 1 (below): rows are ranks."""
+    own = np.eye(ranks, dtype=bool)
+    everything = np.ones((ranks, ranks), dtype=bool)
+    first = [("backward:\nown gradients", everything, MINE), ("reduce-scatter:\nown chunk summed", own, SUM)]
+    stages = {
+        "stage 0": [
+            *first,
+            ("all-gather:\nall sums", everything, SUM),
+            ("everybody updates\neverything", everything, NEW),
+        ],
+        "stage 1": [
+            *first,
+            ("each updates\nits own chunk", own, NEW),
+            ("all-gather:\nall parameters", everything, NEW),
+        ],
+    }
+    figure = picture(7.0, 4.0)
+    panels = figure.subplots(2, 4)
+    for line, (stage, moments) in zip(panels, stages.items(), strict=True):
+        for place, (axes, (title, filled, colour)) in enumerate(zip(line, moments, strict=True)):
+            for (rank, chunk), is_filled in np.ndenumerate(filled):
+                axes.add_patch(Rectangle((chunk, rank), 0.92, 0.92, color=colour if is_filled else PAPER))
+            show_cells(axes, ranks, ranks, [f"rank {rank}" for rank in range(ranks)] if place == 0 else [], side=0.92)
+            axes.set_aspect("equal")
+            axes.set_title(title, fontsize=8)
+            if place == 0:
+                axes.set_ylabel(stage, fontsize=10)
+    colours = {"gradient of the own samples": MINE, "sum over the ranks": SUM, "updated parameters": NEW}
+    figure.legend(handles=patches(colours), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def draw_identities() -> Picture:
+    """Draw a unit between its two identities: forward goes right, backward goes left and calls the hooks."""
+    figure = picture(7.0, 2.1)
+    axes = figure.add_subplot()
+    axes.set_axis_off()
+    axes.set(xlim=(-1.3, 9.3), ylim=(0.35, 3.4))
+    for left, width, colour, text in (
+        (0.9, 1.7, PAPER, "identity\non the input"),
+        (3.3, 1.6, BLUE, "the unit\n(a block)"),
+        (5.6, 1.7, PAPER, "identity\non the output"),
+    ):
+        box(axes, (left, 1.6), (width, 0.9), colour, text, va="center", edgecolor=INK)
+    arrows = ((-0.2, 0.9), (2.6, 3.3), (4.9, 5.6), (7.3, 8.4))
+    for start, end in arrows:
+        for height, tail, tip, colour in ((2.3, start, end, BLUE), (1.8, end, start, VERMILION)):
+            look = {"arrowstyle": "-|>", "color": colour, "shrinkA": 0, "shrinkB": 0, "linewidth": 1.6}
+            axes.annotate("", (tip, height), (tail, height), arrowprops=look)
+    axes.text(-0.3, 2.3, "forward: x", color=BLUE, fontsize=8, ha="right", va="center")
+    axes.text(8.5, 2.3, "y", color=BLUE, fontsize=8, va="center")
+    axes.text(8.5, 1.8, "gradient", color=VERMILION, fontsize=8, va="center")
+    for x, text in (
+        (6.45, "1. backward comes here first\npre_backward: gather (stage 3),\nmake the unit's gradient array"),
+        (4.1, "2. then here:\ngradients\nof the unit"),
+        (1.75, "3. and here last\npost_backward:\nfree (stage 3)"),
+    ):
+        axes.text(x, 1.35, text, ha="center", va="top", fontsize=8, color=INK)
+    axes.text(1.75, 2.75, "pre_forward:\ngather (stage 3)", ha="center", fontsize=8, color=INK)
+    axes.text(6.45, 2.75, "post_forward:\nfree (stage 3)", ha="center", fontsize=8, color=INK)
+    return figure
+
+
+def plot_step_times(times: Mapping[str, Mapping[str, float]], computation: float) -> Picture:
+    """Draw a panel for each network: {network: {name of a step: seconds}}, beside the seconds of computation alone."""
+    figure = picture(7.0, 2.7)
+    panels = figure.subplots(1, len(times), sharey=True)
+    for axes, (network, steps) in zip(panels, times.items(), strict=True):
+        places = range(len(steps))
+        milliseconds = [seconds * 1e3 for seconds in steps.values()]
+        axes.barh(places, milliseconds, color=LINES[: len(steps)])
+        axes.axvline(computation * 1e3, color=INK, linestyle=":")
+        for place, value in zip(places, milliseconds, strict=True):
+            axes.text(value, place, f" {value:.2f}", va="center", fontsize=8)
+        axes.set_yticks(places, list(steps), fontsize=8)
+        finish(axes, network, bars="y", xlabel="step, ms; dotted: computation", xlim=(0, 1.2 * max(milliseconds)))
+    panels[0].invert_yaxis()
+    return figure
+
+
+def plot_microbatches(
+    formulas: Mapping[str, tuple[float, float]], measured: Mapping[str, tuple[int, float]]
+) -> Picture:
+    """Draw multiples of Psi (d-1)/d sent per step against m: lines a + b m for each way, and what was counted.
+
+    formulas  {way: (a, b)}
+    measured  {way: (m, multiple)}
+    """
+    figure = picture(7.0, 3.0)
+    axes = figure.add_subplot()
+    m = np.arange(1, 9)
+    for colour, dashes, (way, (constant, slope)) in zip(LINES, ("-", "--", "-", "--"), formulas.items(), strict=False):
+        axes.plot(m, constant + slope * m, color=colour, linestyle=dashes, label=way)
+        if way in measured:
+            axes.plot(*measured[way], "o", color=colour)
+    label = "sent per step, in Ψ(d-1)/d elements"
+    finish(axes, legend="upper left", xlabel="microbatches m; dots: counted in this run", ylabel=label)
+    return figure
+
+
+def draw_shards_and_replicas(hosts: int, per_host: int) -> Picture:
+    """Draw hybrid sharding: each host is a row of ranks and holds all shards; a column holds one shard."""
+    figure = picture(7.0, 0.9 + 0.95 * hosts)
+    axes = figure.add_subplot()
+    axes.set_axis_off()
+    axes.set(xlim=(-1.5, per_host + 2.6), ylim=(hosts + 0.15, -0.45))
+    for host in range(hosts):
+        axes.text(-1.4, host + 0.4, f"host {host}: a replica\nof all shards", fontsize=8, va="center")
+        for place in range(per_host):
+            colour = RANKS[place]
+            text = f"rank {host * per_host + place}\nshard {place}"
+            box(axes, (place + 0.08, host + 0.1), (0.84, 0.6), colour, text, va="center")
+        look = {"arrowstyle": "<->", "color": INK, "linewidth": 1.4}
+        axes.annotate("", (0.1, host + 0.8), (per_host - 0.1, host + 0.8), arrowprops=look)
+        text = "inside: gather, gather,\nreduce-scatter of Ψ"
+        axes.text(per_host + 0.15, host + 0.8, text, fontsize=8, va="center")
+    for place in range(per_host * (hosts - 1)):
+        host, column = divmod(place, per_host)
+        look = {"arrowstyle": "<->", "color": VERMILION, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (column + 0.5, host + 0.7), (column + 0.5, host + 1.1), arrowprops=look)
+    axes.text(
+        per_host + 0.15,
+        0.3,
+        "between (red): all-reduce\nof a shard's gradient",
+        fontsize=8,
+        va="center",
+        color=VERMILION,
+    )
+    return figure
+
+
+# Tokens per second and GPU by number of GPUs: a model of 7 billion parameters on A100s at ZeRO 1, published in
+# github.com/InternLM/InternEvo, doc/en/train_performance.md (zero1=-1 and zero1=8, tp=1).
+GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
+OVER_ALL = (4062, 3842, 3752, 3690, 3571, 3209, 2861, 2271)
+OVER_A_HOST = (4078, 3939, 3919, 3944, 3928, 3920, 3835, 3625)
+
+
+def plot_throughput() -> Picture:
+    """Draw InternEvo's tokens per second and GPU against the number of GPUs, and the ratio at the largest number."""
+    figure = picture(7.0, 3.0)
+    axes = figure.add_subplot()
+    axes.plot(GPUS, OVER_ALL, "s-", color=VERMILION, label="state over all GPUs")
+    axes.plot(GPUS, OVER_A_HOST, "o-", color=BLUE, label="state over the 8 GPUs of a host")
+    low, high = OVER_ALL[-1], OVER_A_HOST[-1]
+    look = {"arrowstyle": "<->", "color": GREY}
+    axes.annotate("", (GPUS[-1], low), (GPUS[-1], high), arrowprops=look)
+    axes.text(GPUS[-1] * 0.93, (low + high) / 2, f"{high / low:.2f} times", ha="right", va="center", fontsize=8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(GPUS, [str(count) for count in GPUS])
+    finish(axes, legend="lower left", xlabel="GPUs", ylabel="tokens per second and GPU", ylim=(0, 4500))
+    return figure

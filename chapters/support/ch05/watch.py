@@ -1,4 +1,4 @@
-"""Watch the ZeRO stages: memory, bytes and bits (5.3 to 5.5, 5.9), the model clock (5.6), mistakes (5.10)."""
+"""Watch the ZeRO stages: memory, bytes and bits (5.5, 5.9), the model clock (5.6, 5.14), mistakes (5.10)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from chapters.support.instruments import everywhere, same_bits, same_on_all_ranks
-from minipar.comm import Communicator, Network, run_local, serial, wire_bytes
-from minipar.memory import KINDS, MemoryLedger, hold
+from minipar.comm import Network, run_local, serial, wire_bytes
+from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel import grad_norm
 from minipar.parallel.ddp import DistributedDataParallel
@@ -19,26 +19,6 @@ from minipar.parallel.shards import Chunk
 from minipar.parallel.zero import ZeroStage1
 
 # ---- what a run holds and sends --------------------------------------------------------------------------------------
-
-
-def held(kind: str, array: np.ndarray) -> np.ndarray:
-    """Tell the ledger that an array is of this kind, and return it."""
-    hold(kind, array)
-    return array
-
-
-def watch_layers(comm: Communicator, train: Callable[[], Callable[[int], np.ndarray]], layers: int) -> tuple[Any, ...]:
-    """Train bare layers: the parameters at the end, the most bytes held of each part of the state, and bytes sent.
-
-    `train` returns the function that gives a layer's matrix. Bytes are those of this rank.
-    """
-    ledger = MemoryLedger()
-    comm.traffic.reset()
-    with ledger.recording():
-        weight = train()
-    sent = comm.traffic.bytes()
-    most = [max(held[kind] for _, held in ledger.moments) for kind in range(3)]
-    return np.concatenate([weight(i).reshape(-1) for i in range(layers)]), most, sent
 
 
 @dataclass
@@ -132,17 +112,24 @@ class Step:
 def simulate(stage: int, prefetch: bool, bytes_per_second: float) -> Step:
     """Run a step at a ZeRO stage on simulated devices, threads of this process; alpha is a microsecond."""
     network = Network(alpha=1e-6, beta=1 / bytes_per_second)
-    steps: list[Step] = run_local(DEVICES, _step, stage, prefetch, clock="model", network=network)
+    steps: list[Step] = run_local(DEVICES, _step, stage, prefetch, 1, clock="model", network=network)
     return steps[0]
 
 
-def _step(comm: Any, stage: int, prefetch: bool) -> Step:
+def simulate_hosts(stage: int, replicas: int, inside: float, between: float) -> Step:
+    """Run a step on 8 simulated devices, two hosts of 4; bandwidths in bytes per second inside and between hosts."""
+    network = Network(alpha=1e-6, beta=1 / inside, between=Network(alpha=5e-6, beta=1 / between), per_host=4)
+    steps: list[Step] = run_local(8, _step, stage, True, replicas, clock="model", network=network)
+    return steps[0]
+
+
+def _step(comm: Any, stage: int, prefetch: bool, replicas: int) -> Step:
     a_few = np.zeros((1, 4), int)  # what is really computed; the clock is charged for BATCH samples of LENGTH tokens
     model = GPT(MODEL, deferred=True)
     for segment in model.segments[1:-1]:
         _charge(comm.tracer, segment, BLOCK, [p for p in segment.parameters if p.ndim == 2])
     _charge(comm.tracer, model.segments[-1], HEAD, [model.ln_f.weight])
-    wrapper = shard(model, comm, stage)
+    wrapper = shard(model, comm, stage, replicas=replicas)
     wrapper.prefetch = prefetch  # type: ignore[attr-defined]  # stages 0 to 2 have nothing to prefetch
     comm.traffic.reset()
     start = comm.clock.now()
