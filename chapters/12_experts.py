@@ -12,24 +12,12 @@
 #
 # **How does a model have more parameters than a token needs, and where do they live?**
 #
-# In all models so far each token is multiplied with each parameter. A *mixture of experts* breaks this rule. It
-# replaces the MLP of a layer by several MLPs, the *experts*, and a *router* sends each token to a few of them. The
-# model has all of the parameters, and a token pays for a few.
-#
-# Two things follow. The parameters no longer fit where they are used, so they are divided over ranks, and now it is the
-# *tokens* that travel: *expert parallelism*, with an all-to-all whose sizes nobody knows beforehand. And a choice
-# enters the model, which has no derivative and may become lopsided. You build the router, the exchange and both
-# backward passes on plain arrays, prove them, count their bytes, and plant the mistakes that frameworks have shipped.
-# Few methods are so often implemented wrongly, because the loss does not show it.
-#
-# **Letters:** $E$ experts of a layer, $k$ of them for each token; $f$ the inner size of an expert, $h$ elements of a
-# token; $P$ ranks of the axis ep, $r$ and $j$ two of them; $d$, $c$ ranks of dp and cp; $N$ tokens of a rank; $n_{rj}$
-# rows that rank $r$ sends to the experts of rank $j$ (a *row* is one token on its way to one expert, so a rank has
-# $Nk$); $z$ a router's logit, $p$ its probability, $w$ the weight of an expert's result; $L$ layers; $V$ tokens of the
-# vocabulary; $h_{kv}$ elements of a token's keys; $n$ elements of an array; $S$ operations per second of one device,
-# $\beta$ seconds per byte; $C$ the capacity of an expert, $F$ its factor.
-#
-# Run it as `mpirun -n 8 python chapters/12_experts.py`, with any number of ranks.
+# Mixtral 8x7B has 46.7 billion parameters, and multiplies each token with 12.9 billion of them. It is a *mixture of
+# experts*: each layer has eight MLPs, the *experts*, and a *router* sends each token to two of them. To train it takes
+# 747 GB, so the experts are divided over devices, and now it is the *tokens* that travel. Many implementations of this
+# were wrong, and nobody saw it. In a run of 12.6 the experts, which have 98 % of the parameters, get twice their
+# gradient: the first norm is 1.472 instead of 1.470. At the end of this chapter you can write the router, the exchange
+# and both backward passes, count their bytes, and say which instrument finds such a mistake.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -39,39 +27,52 @@
 # %%
 import numpy as np
 
-from chapters.support.ch12 import mistakes
-from chapters.support.ch12.balance import train_balance
-from chapters.support.ch12.plan import plan_mixtral
-from chapters.support.share_work import shared
 from chapters.support.show import printer
-from chapters.support.whole_runs import relative_difference
-from minipar.autograd import Tensor
-from minipar.comm import DeviceMesh, world
-from minipar.nn import Mixtral, MixtralConfig
-from minipar.parallel.expert import ExpertParallel, expert_parallel
-from minipar.train.config import parse, resolve
-from minipar.train.data import load_tokens
-from minipar.train.trainer import Trainer
-from minipar.train.verify import verify
+from minipar.comm import world
 
 comm = world()
-rank, P = comm.rank, comm.size
+rank, P = comm.rank, comm.size  # this rank, and the number of ranks
 say = printer(rank)  # rank 0 prints and draws; every rank checks
+say(f"{P} rank{'s' if P > 1 else ''}")
 if rank == 0:
     from chapters.support.ch12 import figures
     from chapters.support.show import show, show_source
-say(f"{P} rank{'s' if P > 1 else ''}")
+
+    table = np.random.default_rng(33)
+    choices = [np.argsort(table.random((4, 6)), axis=1)[:, :2] for _ in range(3)]  # of 3 ranks: 2 experts for a token
+    show(figures.plot_dispatch(choices, 6), "12_dispatch")
+
+# %% [markdown]
+# Three ranks have four tokens each (the letters), and two of the six experts each (the digits). A box is a *row*: one
+# token on its way to one expert. Its colour says on which rank that expert lives. From panel 2 to panel 3 the rows
+# travel: a row goes to the rank of its colour. In panel 4 all rows of an expert lie together, for one product of
+# matrices. Afterwards the results go the same way back.
+#
+# Among the strategies of this course expert parallelism stands here:
+
+# %%
+if rank == 0:
+    from chapters.support.overview import draw_strategies
+
+    show(draw_strategies(["ep"]), "12_here")
 
 # %% [markdown]
 # ## 12.1 Parameters without operations
 #
+# *Core, 6 minutes.*
+#
 # A larger model is better, and costs more: a token takes two operations per parameter in forward, and four in backward
 # (chapter 2). In a mixture of experts the two are no longer the same number. Mixtral 8x7B (Jiang et al. 2024, arXiv
-# 2401.04088) is a Llama in which each layer has 8 MLPs, and each token goes to 2 of them. Count its parameters. A layer
-# has $h(2h + 2h_{kv})$ in attention, $3hf$ in each expert (a gated MLP: gate, up and down), $hE$ in the router and $2h$
-# in its norms. Around the layers are the embedding, the head, and one norm more:
+# 2401.04088) is a Llama in which each layer has $E = 8$ MLPs, and each token goes to $k = 2$ of them.
+#
+# Count its parameters. A token has $h$ elements, its keys $h_{kv}$, and an expert $f$ inner ones. A layer has
+# $h(2h + 2h_{kv})$ parameters in attention, $3hf$ in each expert (a gated MLP: gate, up and down), $hE$ in the router
+# and $2h$ in its norms. Around the $L$ layers are the embedding and the head, for a vocabulary of $V$ tokens, and one
+# norm more:
 
 # %%
+from minipar.nn import Mixtral, MixtralConfig
+
 V, h, f, L, E, k, h_kv = 32_000, 4096, 14_336, 32, 8, 2, 1024
 
 
@@ -97,6 +98,8 @@ assert round(16 * total / 1e9) == 747 and round(16 * (total - L * E * 3 * h * f)
 #
 # ## 12.2 The router, and what has no gradient
 #
+# *Core, 12 minutes.*
+#
 # The router is one matrix. It gives each token $E$ logits $z$, and a softmax makes them probabilities $p$. The token
 # goes to the $k$ most probable experts, and its result is the weighted sum of theirs. Mixtral's weights are the
 # probabilities of the chosen ones, divided by their sum:
@@ -114,8 +117,11 @@ assert round(16 * total / 1e9) == 747 and round(16 * (total - L * E * 3 * h * f)
 # (`argsort` promises that only with `kind="stable"`.) That is not a rare case: in 16 bit two of 64 logits are often
 # equal, and for a router of zeros all are.
 
-
 # %%
+from chapters.support.whole_runs import relative_difference
+from minipar.autograd import Tensor
+
+
 def route(z, k, bias=0):
     """Return each token's k most probable experts, the first of equals first, and their weights: (N, k) each."""
     p = np.exp(z - z.max(axis=1, keepdims=True))
@@ -183,13 +189,10 @@ if rank == 0:
 #
 # ## 12.3 Dispatch
 #
-# Written as one thinks it, a layer is a loop over tokens: for each, run its $k$ experts on one row. But a matrix is
-# used well only if it meets many rows (chapter 2), and each expert's weights should be read once. So sort the $Nk$ rows
-# by expert, with one product per expert, and put the results back in their places. The sort is stable again: the rows
-# of an expert stay in the order of their tokens, which fixes the order of every sum.
+# *Core, 12 minutes.*
 #
 # An expert is Mixtral's: $\text{down}(\text{silu}(\text{gate}(x)) \cdot \text{up}(x))$, with $\text{silu}(g) = g\,
-# \sigma(g)$. Forward stands beside backward; a class holds some experts and runs each on its stretch of the rows.
+# \sigma(g)$. The simplest layer is a loop over the tokens: it runs the $k$ experts of each, on one row.
 
 
 # %%
@@ -207,6 +210,32 @@ def backward(x, gate, up, down, dy):
     return dg @ gate.T + du @ up.T, x.T @ dg, x.T @ du, (g * sigma * u).T @ dy
 
 
+def layer_by_token(matrices, x, chosen, weights, dy):
+    """Return the layer's result, and the gradients of all experts, for dy, the gradient of the result."""
+    y = np.zeros_like(x)
+    gradients = [[np.zeros_like(matrix) for matrix in expert] for expert in matrices]
+    for t in range(len(x)):
+        row = x[t : t + 1]  # (1, h)
+        for e, w in zip(chosen[t], weights[t], strict=True):
+            y[t] += w * forward(row, *matrices[e])[0]
+            _, *new = backward(row, *matrices[e], w * dy[t : t + 1])
+            for total, part in zip(gradients[e], new, strict=True):
+                total += part
+    return y, gradients
+
+
+matrices = [tuple(random.normal(size=size) / h**0.5 for size in ((h, f), (h, f), (f, h))) for _ in range(E)]
+looped, looped_gradients = layer_by_token(matrices, x, chosen, weights, dy)
+
+# %% [markdown]
+# But a matrix is used well only if it meets many rows (chapter 2), and each expert's weights should be read once. So
+# sort the $Nk$ rows of $N$ tokens by expert, compute one product per expert, and put the results back in their places.
+# The sort is stable again: the rows of an expert stay in the order of their tokens, which fixes the order of every sum.
+#
+# A class holds some experts, and runs each on its stretch of the rows. `layer` sorts:
+
+
+# %%
 class Experts:
     """Some experts, each a (gate, up, down), and their gradients after a backward pass."""
 
@@ -225,30 +254,34 @@ class Experts:
         return np.concatenate([dx for dx, *_ in every])
 
 
-def layer(experts, x, chosen, weights, dy):
-    """Return the layer's result, and the gradients of x and of the weights, for dy, the gradient of the result."""
+def layer(experts, number, x, chosen, weights, dy):
+    """Return the layer's result, and the gradients of x and of the weights, for dy, the gradient of the result.
+
+    number: of experts in the layer, which chosen counts from 0.
+    """
     N, k = chosen.shape
-    order = np.argsort(chosen.reshape(-1), kind="stable")  # row i of the sorted ones is (token, slot) number order[i]
-    results, drows = np.empty((2, N * k, h))
-    results[order] = experts.run(x[order // k], np.bincount(chosen.reshape(-1), minlength=E))
-    results = results.reshape(N, k, h)  # in their places
-    dresults = weights[:, :, None] * dy[:, None]  # (N, k, h)
-    drows[order] = experts.run_backward(dresults.reshape(-1, h)[order])
-    return (weights[:, :, None] * results).sum(1), drows.reshape(N, k, h).sum(1), (results * dy[:, None]).sum(2)
+    h = x.shape[1]
+    expert_of_row = chosen.reshape(-1)  # row t k + i is token t on its way to its i-th expert
+    order = np.argsort(expert_of_row, kind="stable")  # row i of the sorted ones is row order[i]
+    counts = np.bincount(expert_of_row, minlength=number)
+
+    results = np.empty((N * k, h))
+    results[order] = experts.run(x[order // k], counts)  # sorted, run, and back in their places
+    results = results.reshape(N, k, h)
+    y = (weights[:, :, None] * results).sum(axis=1)
+
+    dweights = (results * dy[:, None]).sum(axis=2)
+    dresults = (weights[:, :, None] * dy[:, None]).reshape(-1, h)
+    drows = np.empty((N * k, h))
+    drows[order] = experts.run_backward(dresults[order])
+    return y, drows.reshape(N, k, h).sum(axis=1), dweights
 
 
-matrices = [tuple(random.normal(size=size) / h**0.5 for size in ((h, f), (h, f), (f, h))) for _ in range(E)]
 one_device = Experts(matrices)
-y, dx, dw = layer(one_device, x, chosen, weights, dy)  # the tokens of all ranks at once
-looped, gradients = np.zeros_like(x), [[np.zeros_like(w) for w in expert] for expert in matrices]
-for t in range(len(x)):
-    for e, w in zip(chosen[t], weights[t], strict=True):
-        looped[t] += w * forward(x[t : t + 1], *matrices[e])[0]
-        for mine, new in zip(gradients[e], backward(x[t : t + 1], *matrices[e], w * dy[t : t + 1])[1:], strict=True):
-            mine += new
+y, dx, dw = layer(one_device, E, x, chosen, weights, dy)  # the tokens of all ranks at once
 assert relative_difference(y, looped) < 1e-12
-for sorted_ones, loop in zip(one_device.gradients, gradients, strict=True):
-    for a, b in zip(sorted_ones, loop, strict=True):
+for by_expert, by_token in zip(one_device.gradients, looped_gradients, strict=True):
+    for a, b in zip(by_expert, by_token, strict=True):
         assert relative_difference(a, b) < 1e-12 if b.any() else not a.any()
 say(f"{len(x)} tokens: one product per expert = the loop over tokens, results and gradients of {E} experts")
 say(f"rows of each expert: {np.bincount(chosen.reshape(-1), minlength=E).tolist()}")
@@ -260,63 +293,75 @@ say(f"rows of each expert: {np.bincount(chosen.reshape(-1), minlength=E).tolist(
 #
 # ## 12.4 Expert parallelism
 #
-# Now divide the experts: rank $j$ of $P$ holds the experts $jE/P$ to $(j+1)E/P - 1$. Everything else it holds whole,
-# and it has tokens of its own: to attention, to the norms and to the loss, ep is data parallelism. The layer of experts
-# alone is different. Its rows travel to their experts, in an *all-to-all* (*dispatch*), and the results travel back
-# (*combine*):
-
-# %%
-if rank == 0:
-    table = np.random.default_rng(33)
-    show(figures.plot_dispatch([np.argsort(table.random((4, 6)), axis=1)[:, :2] for _ in range(3)], 6), "12_dispatch")
-
-# %% [markdown]
-# Tokens are letters, experts digits, and colours say on which rank an expert lives. In the third panel each rank has
-# its rows by source; in the fourth it has sorted them by expert.
+# *Core, 15 minutes.*
+#
+# Now divide the experts: rank $j$ of the $P$ ranks of the axis *ep* holds the experts $jE/P$ to $(j+1)E/P - 1$.
+# Everything else it holds whole, and it has tokens of its own: to attention, to the norms and to the loss, ep is data
+# parallelism. The layer of experts alone is different. Its rows travel to their experts, in an *all-to-all*
+# (*dispatch*), and the results travel back (*combine*). Look at the picture on the first page again. In its third panel
+# each rank has its rows by source; in the fourth it has sorted them by expert.
 #
 # In chapter 3 each chunk of an all-to-all had the same length. Here it depends on the router, so the ranks first tell
 # each other how many rows come for each expert. Then the new `run` is dispatch, the `run` that we have, and combine.
 # **Backward is the same with dispatch and combine in exchanged roles**: the gradients of results go where the rows
-# went, and the gradients of rows come back as the results did. So here is expert parallelism:
+# went, and the gradients of rows come back as the results did.
+#
+# **[Exercise 17](exercises/e17_expert_dispatch.py)** asks you for `run`. Write it before you open the next cell:
+# `make exercises PYTEST="-k e17"`.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 class ExpertsOverRanks(Experts):
     """This rank's E/P experts, which also run the rows of the other ranks of `comm`."""
 
     def __init__(self, weights, comm):
-        each = len(weights) // comm.size
+        each = len(weights) // comm.size  # E/P
         super().__init__(weights[comm.rank * each : (comm.rank + 1) * each])
         self.comm = comm
 
-    def exchange(self, rows, leaving, arriving):
-        """Send leaving[j] rows to rank j, in order; return those that arrive, by source rank."""
-        arrived = self.comm.all_to_all(np.ascontiguousarray(rows), counts=(leaving * h, arriving * h))
-        return arrived.reshape(-1, h)
-
-    def dispatch(self, rows):
-        return self.exchange(rows, self.leaving, self.arriving)[self.order]
-
-    def combine(self, rows):
-        by_source = np.empty_like(rows)
-        by_source[self.order] = rows
-        return self.exchange(by_source, self.arriving, self.leaving)
-
     def run(self, rows, counts):
-        here = self.comm.all_to_all(counts).reshape(self.comm.size, -1)  # (P, E/P): from each rank, for each expert
-        self.leaving, self.arriving = counts.reshape(self.comm.size, -1).sum(axis=1), here.sum(axis=1)
-        expert = np.repeat(np.tile(np.arange(here.shape[1]), self.comm.size), here.reshape(-1))  # of each arrived row
-        self.order = np.argsort(expert, kind="stable")  # by expert, then by source rank, then by token
-        return self.combine(super().run(self.dispatch(rows), here.sum(axis=0)))
+        """Run all E experts on this rank's rows, of which counts[e] are for expert e: panels 2 to 4, and back."""
+        P = self.comm.size
+        # Row j of `leaving_rows`: how many rows of this rank go to each expert of rank j.
+        # Row j of `arriving_rows`: how many rows of rank j come to each expert of this rank.
+        leaving_rows = counts.reshape(P, -1)  # (P, E/P)
+        arriving_rows = self.comm.all_to_all(counts).reshape(P, -1)  # (P, E/P)
+        # A message needs only the sums: how many rows go to rank j, and how many come from it.
+        self.leaving = leaving_rows.sum(axis=1)  # (P,)
+        self.arriving = arriving_rows.sum(axis=1)  # (P,)
+        # The rows arrive by source rank, and from each source by expert (panel 3). With two experts here and three
+        # sources the counts in arriving_rows belong to the experts 0 1 0 1 0 1, in this order.
+        experts = np.tile(np.arange(arriving_rows.shape[1]), P)
+        expert_of_row = np.repeat(experts, arriving_rows.reshape(-1))
+        # A stable sort leads to panel 4: by expert, then by source rank, then by token.
+        self.order = np.argsort(expert_of_row, kind="stable")
+        return self.combine(super().run(self.dispatch(rows), arriving_rows.sum(axis=0)))
 
     def run_backward(self, dresults):
         return self.combine(super().run_backward(self.dispatch(dresults)))
 
+    def dispatch(self, rows):
+        """Send each row to the rank of its expert, and sort what arrives by expert."""
+        return self.exchange(rows, self.leaving, self.arriving)[self.order]
 
+    def combine(self, results):
+        """Undo the sort, and send each result to the rank of its token: the counts change places."""
+        by_source = np.empty_like(results)
+        by_source[self.order] = results
+        return self.exchange(by_source, self.arriving, self.leaving)
+
+    def exchange(self, rows, leaving, arriving):
+        """Send leaving[j] rows to rank j, in order; return those that arrive, by source rank."""
+        h = rows.shape[1]
+        arrived = self.comm.all_to_all(np.ascontiguousarray(rows), counts=(leaving * h, arriving * h))
+        return arrived.reshape(-1, h)
+
+
+# %%
 own = slice(sum(N[:rank]), sum(N[: rank + 1]))  # this rank's tokens
 over_ranks = ExpertsOverRanks(matrices, comm)
 comm.traffic.reset()
-parts = layer(over_ranks, x[own], chosen[own], weights[own], dy[own])
+parts = layer(over_ranks, E, x[own], chosen[own], weights[own], dy[own])
 sent = comm.traffic.bytes()
 for part, whole in zip(parts, (y, dx, dw), strict=True):
     assert np.array_equal(part, whole[own])
@@ -331,14 +376,32 @@ say(f"{P} ranks = one device that takes the tokens of all ranks in one pass, bit
 #
 # The last lines say something else, which most mistakes of 12.6 forget: **the gradient of an expert is complete.** It
 # covers the tokens of all $P$ ranks, without any sum over ranks. A router's or a norm's gradient covers the tokens of
-# its own rank, and is summed over all ranks of dp x cp. An expert's is summed only over the ranks that hold the *same*
-# expert, of which there are $1/P$ as many, and both are divided by the same global count of tokens.
+# its own rank. Here are 8 ranks of data parallelism with ep 4, so that the ranks 0 and 4 hold the same experts:
+
+# %%
+if rank == 0:
+    show(figures.draw_sums(8, 4), "12_sums")
+
+# %% [markdown]
+# Each row of the picture is a rank, each column the tokens of one rank. A filled box says that the gradient on this
+# rank covers these tokens after backward, before any message of data parallelism. Ranks of one colour hold the same
+# parameters, and sum their gradients. Every sum must cover each token once:
+#
+# - On the left all 8 ranks hold the router. Each gradient covers one rank's tokens, and the sum has 8 terms.
+# - On the right four kinds of ranks hold different experts. Each gradient covers the tokens of 4 ranks, and a sum has 2
+#   terms: ranks 0 and 4 for their experts, 1 and 5 for theirs.
+#
+# In general an expert's gradient is summed only over the ranks that hold the *same* expert, of which there are $1/P$ as
+# many as ranks of data and context parallelism (dp x cp). Both kinds are divided by the same global count of tokens.
+# **[Exercise 18](exercises/e18_expert_gradients.py)** asks for both sums and for the norm of all:
+# `make exercises PYTEST="-k e18"`.
 #
 # ### Bytes
 #
-# Rank $r$ keeps the rows for its own experts and sends the others: $h \sum_{j \neq r} n_{rj}$ elements in dispatch, and
-# $h \sum_{j \neq r} n_{jr}$ in combine, the results of others' rows. Backward does both once more. Before them go the
-# counts, $E/P$ for each other rank. If the router spreads rows evenly, $n_{rj} = Nk/P$, and a rank sends
+# Let $n_{rj}$ be the rows that rank $r$ sends to the experts of rank $j$. Rank $r$ keeps the rows for its own experts
+# and sends the others: $h \sum_{j \neq r} n_{rj}$ elements in dispatch, and $h \sum_{j \neq r} n_{jr}$ in combine, the
+# results of others' rows. Backward does both once more. Before them go the counts, $E/P$ for each other rank. If the
+# router spreads rows evenly, $n_{rj} = Nk/P$, and a rank sends
 #
 # $$4\,k\,N\,h\,\frac{P-1}{P} \text{ elements per layer and step.}$$
 
@@ -360,7 +423,7 @@ tokens = 2 * E  # of each rank; token t goes to the experts t, t+1, ...: each ex
 even = (np.arange(tokens)[:, None] + np.arange(k)) % E
 arrays = [random.normal(size=size) for size in ((tokens, h), (tokens, k), (tokens, h))]
 comm.traffic.reset()
-layer(ExpertsOverRanks(matrices, comm), arrays[0], even, *arrays[1:])
+layer(ExpertsOverRanks(matrices, comm), E, arrays[0], even, *arrays[1:])
 assert comm.traffic.bytes() == 4 * k * tokens * h * (P - 1) // P * 8 + E * (P - 1) // P * 8
 say(f"with even routing {comm.traffic.bytes():,} bytes = 4 k N h (P-1)/P values of 8 bytes, and the counts")
 
@@ -369,10 +432,15 @@ say(f"with even routing {comm.traffic.bytes():,} bytes = 4 k N h (P-1)/P values 
 #
 # ### The library's version
 #
+# *Deeper, 8 minutes.*
+#
 # `nn/moe.py` is a layer on one device: `route`, `compute` (our `layer`), `run_experts` (our `run`). It knows no rank.
 # `parallel/expert.py` keeps a rank's experts and replaces `run_experts` by this (the capacity is for 12.8):
 
 # %%
+from minipar.comm import DeviceMesh
+from minipar.parallel.expert import ExpertParallel, expert_parallel
+
 if rank == 0:
     show_source(ExpertParallel.run)
 
@@ -408,6 +476,11 @@ say("the library's layer over the same ranks = ours: results, and gradients of t
 # ranks, with clipping, without ZeRO and with stage 3, against one device:
 
 # %%
+from minipar.train.config import parse, resolve
+from minipar.train.data import load_tokens
+from minipar.train.trainer import Trainer
+from minipar.train.verify import verify
+
 FLAGS = f"--model mixtral --layers 2 --hidden 16 --heads 4 --kv-heads 2 --ffn 24 --experts {E} --seq-len 8 --steps 3"
 text = load_tokens(None, vocab_size=256, seq_len=8)
 for ep in (p for p in range(2, P + 1) if P % p == 0):
@@ -421,6 +494,8 @@ for ep in (p for p in range(2, P + 1) if P % p == 0):
 
 # %% [markdown]
 # ## 12.5 What an all-to-all costs
+#
+# *Core, 8 minutes.*
 #
 # Let each of $P$ ranks have an array of $n$ elements. An all-to-all sends each element at most once; a ring all-reduce
 # sends chunks that are added up on their way, twice around:
@@ -464,6 +539,8 @@ if P % 2 == 0:  # our ranks, as two hosts
 # %% [markdown]
 # ### Against what?
 #
+# *Deeper, 10 minutes.*
+#
 # Without ep every rank must get at every expert, and there are two ways. It holds them all, and their gradients are
 # summed over dp: $2 \cdot 3hfE\,(P-1)/P$ elements per layer and step. Or ZeRO stage 3 shards them, gathers a layer's
 # experts in forward and in backward, and reduce-scatters their gradients: $3 \cdot 3hfE\,(P-1)/P$ per microbatch. Both
@@ -492,7 +569,8 @@ if rank == 0:
 # another reason: 747 GB on each rank.
 #
 # How long does a layer wait for its tokens? A rank's $Nk$ rows take $6hf$ operations each in forward, and dispatch and
-# combine carry $2kNh$ elements of 2 bytes. With $S$ operations and $1/\beta$ bytes per second their ratio is
+# combine carry $2kNh$ elements of 2 bytes. A device does $S$ operations per second, and a link carries
+# $1/\beta$ bytes per second. The ratio of the two times is
 #
 # $$\frac{\text{messages}}{\text{products}} = \frac{2kNh \cdot 2\,\beta}{6kNhf/S} = \frac{2\,S\,\beta}{3f}:$$
 #
@@ -512,6 +590,8 @@ for (link, speed), expected in EXPECTED.items():
 # hosts, and overlap one microbatch's messages with another one's products (DualPipe).
 #
 # ## 12.6 Why everybody gets it wrong
+#
+# *Core, 10 minutes.*
 #
 # Expert parallelism has two kinds of parameters, with different ranks to sum over. Each loop over parameters must know
 # that: the sum of gradients, the norm, weight decay, tensor parallelism. Four mistakes that frameworks have shipped:
@@ -533,6 +613,8 @@ for (link, speed), expected in EXPECTED.items():
 # Each is a trainer of the library with one method changed (`chapters/support/ch12/mistakes.py`):
 
 # %%
+from chapters.support.ch12 import mistakes
+
 if rank == 0:
     show_source(mistakes.TimesP, mistakes.NormWithoutExperts, mistakes.RouterNotSummed, mistakes.IdleExpertsDoNotDecay)
 
@@ -542,8 +624,24 @@ if rank == 0:
 # **Compare**: does `minipar.compare`, which reads the records of two runs, find a difference in the first step? (A
 # right run is needed for these three.) **Ranks**: do the ranks hold different routers? **One device**: does `--verify`
 # fail?
+#
+# **Predict**: mark in this table what you expect. And how many of the four does the loss show?
+#
+# | | loss | norm | compare | ranks | one device |
+# | --- | --- | --- | --- | --- | --- |
+# | 1. experts times P | ? | ? | ? | ? | ? |
+# | 2. norm without experts | ? | ? | ? | ? | ? |
+# | 3. router not summed | ? | ? | ? | ? | ? |
+# | 4. idle experts do not decay | ? | ? | ? | ? | ? |
 
 # %%
+from chapters.support.predict import predict, reveal
+
+predict("mistakes that the loss shows", ...)  # replace the dots by your answer
+
+# %%
+from chapters.support.share_work import shared
+
 names = list(mistakes.MISTAKES)
 runs = dict(zip(names, shared(comm, mistakes.examine, [(name,) for name in names]), strict=True))
 right = runs["nothing broken"]
@@ -555,16 +653,18 @@ for name, run in runs.items():
         say(f"{'':<29} compare: {run['named']}")
     assert noticed - {"ranks"} == (set() if run is right else {"norm", "compare", "one device"})
     assert ("ranks" in noticed) == ("router" in name)
+seen = sum("loss" in mistakes.curves_that_differ(run, right) for run in runs.values())
+reveal("mistakes that the loss shows", seen, say)
 if rank == 0:
     show(figures.plot_mistakes(runs), "12_mistakes")
 
 # %% [markdown]
 # **The loss shows none of them.** AdamW divides each gradient by its own size, so a factor $P$ cancels, as the factor
 # $c$ did in chapter 11. The **norm** differs in each, but look at the picture, and at the first steps: 1.472 instead of
-# 1.470, or 1.469. Who has no right run to compare with sees nothing. **Ranks** against each other show only the third,
-# and only because the routers of two ranks then drift apart, from the first step on. **One device** finds all four, and
-# **compare** says in the first step what is wrong: a gradient that is 2 times as large in the experts, a norm alone,
-# the routers, updates of experts that are missing.
+# 1.470, or 1.469. Without a correct run beside it you would see nothing. **Ranks** against each other show only the
+# third, and only because the routers of two ranks then drift apart, from the first step on. **One device** finds all
+# four, and **compare** says in the first step what is wrong: a gradient that is 2 times as large in the experts, a norm
+# alone, the routers, updates of experts that are missing.
 #
 # Why does nobody see it in the printed values? Multiply a gradient's part by 2 and its squares count four times:
 
@@ -579,6 +679,8 @@ say(f"experts have {of_parameters:.0%} of the parameters, and at first {share:.1
 # [The museum](../docs/museum.md) plants three of the four in the library itself, each by one line (exhibits 26 to 28).
 #
 # ## 12.7 Balance
+#
+# *Core, 12 minutes.*
 #
 # A router that is left alone becomes lopsided: an expert that is chosen more learns more, and the choice has no
 # gradient that would stop it (12.2). On one device that costs nothing. With ep the layer is as slow as the rank with
@@ -635,15 +737,24 @@ for name, load in zip(("left alone", "bias", "loss"), after, strict=True):
     assert (load.max() > 2 * load.mean()) if name == "left alone" else (load.max() < 1.2 * load.mean())
 
 # %% [markdown]
-# In the library: `--aux-loss COEF` and `--router-bias RATE`. The share $f$ must be said to be "of which tokens": the
+# In the library: `--aux-loss COEF` and `--router-bias RATE`. We must say over which tokens $f$ is taken. The
 # library takes each *sample* alone, so that the loss does not depend on how samples are laid over ranks. (Megatron-LM
 # takes a microbatch of a rank by default: there the auxiliary loss, and with it the model, changes with the layout.)
 # The bias counts the load of the global batch, a sum of $E$ integers per layer over all ranks.
 #
 # Here a Mixtral of 2 layers with 8 experts learns Python's text for 200 steps, on one device (a character is a token,
-# and some, as the space, are frequent). We look at its last layer; *idle* are experts with less than 1 % of the rows:
+# and some, as the space, are frequent). We look at its last layer; *idle* are experts with less than 1 % of the rows.
+#
+# **Predict**: a router is left alone. How many times the mean load has its busiest expert at the end? And which of the
+# three runs has the lowest loss: "left alone", "aux-loss 0.02" or "router-bias 0.003"?
 
 # %%
+predict("most / mean of the router that is left alone", ...)
+predict("the lowest loss", ...)
+
+# %%
+from chapters.support.ch12.balance import train_balance
+
 OPTIONS = {"left alone": "", "aux-loss 0.02": "--aux-loss 0.02", "router-bias 0.003": "--router-bias 0.003"}
 trained = dict(zip(OPTIONS, shared(comm, train_balance, [(options,) for options in OPTIONS.values()]), strict=True))
 loads = {name: np.array(counts) for name, (_, counts) in trained.items()}  # (steps, E)
@@ -651,21 +762,26 @@ most = {name: (load.max(axis=1) / load.mean(axis=1))[-20:].mean() for name, load
 idle = {name: int((load[-20:].sum(axis=0) < 0.01 * load[-20:].sum()).sum()) for name, load in loads.items()}
 for name, (losses, _) in trained.items():
     say(f"{name:<18} last 20 steps: loss {np.mean(losses[-20:]):.3f}, most / mean {most[name]:.2f}, idle {idle[name]}")
+reveal("most / mean of the router that is left alone", float(most["left alone"]), say)
+reveal("the lowest loss", min(trained, key=lambda name: np.mean(trained[name][0][-20:])), say)
 assert most["left alone"] > 3.5 and max(most["aux-loss 0.02"], most["router-bias 0.003"]) < 2.2
 if rank == 0:
     show(figures.plot_balance(loads), "12_balance")
 
 # %% [markdown]
-# Left alone, one expert of the last layer gets every token: it has $E/k = 4$ times the mean, the most that is possible.
-# Others get next to nothing, and learn nothing. On 8 ranks with one expert each the layer would take four times as long
-# as it should. Both remedies hold most / mean below 2.
+# Left alone, one expert of the last layer gets every token. A token has $k = 2$ rows, so this expert has half of the
+# rows: $E/k = 4$ times the mean, the most that is possible. A second and a third expert share most of the other half,
+# and three of eight are idle. They learn nothing. On 8 ranks with one expert each the layer would take four times as
+# long as it should. Both remedies hold most / mean below 2.
 #
 # Look at the loss as well: it is *lowest* for the lopsided one. After 200 steps of a tiny model a few experts are
 # enough, and each of them has seen more tokens than eight balanced ones have. The auxiliary loss costs more than the
-# bias, because it moves the router against the loss; that order is the published one. That lopsidedness does no harm is
-# not: a large model that is trained for long needs the parameters that it does not use.
+# bias, because it moves the router against the loss. Published results agree on this order. They do not agree that
+# imbalance is harmless: a large model, trained for long, needs the experts that this one leaves idle.
 #
 # ## 12.8 Capacity, or dropping tokens
+#
+# *Deeper, 12 minutes.*
 #
 # The first systems (GShard, Switch, DeepSpeed-MoE) wanted arrays of fixed sizes. Each expert takes at most
 #
@@ -700,12 +816,19 @@ for F in (1.0, 1.25, 2.0, 4.0):
     fill(moe, matrices)
     moe.capacity_factor = F
     result = moe.compute(Tensor(x), chosen, Tensor(weights))
-    assert relative_difference(result.data, layer(one_device, x, chosen, weights * stays, dy)[0]) < 1e-12
+    assert relative_difference(result.data, layer(one_device, E, x, chosen, weights * stays, dy)[0]) < 1e-12
     of_runs = ", ".join(f"{name} {dropped(load[-20:], F):.0%}" for name, load in loads.items())
     say(f"F = {F:<4} drops {1 - stays.mean():.0%} of our rows, as in the library; of 12.7's: {of_runs}")
 assert dropped(loads["left alone"][-20:], 1.25) > 0.5 > 0.2 > dropped(loads["router-bias 0.003"][-20:], 1.25)
+if rank == 0:
+    factors = np.linspace(1, 4, 25)
+    shares = {name: [100 * dropped(load[-20:], F) for F in factors] for name, load in loads.items()}
+    C = int(np.ceil(1.25 * len(x) * k / E))
+    show(figures.plot_capacity(np.bincount(chosen.reshape(-1), minlength=E), C, factors, shares), "12_capacity")
 
 # %% [markdown]
+# On the left are our router's rows with $F = 1.25$: what is above the line is dropped, what is missing is padded.
+#
 # With a capacity every rank sends $C$ rows for each expert, used or not: $4 E C h (P-1)/P$ elements per layer and step,
 # which is $F$ times the even $4kNh(P-1)/P$, and no counts. Time and memory are known beforehand and never worse. The
 # price is computed rows that nobody needs, and results that are missing. $F = 1.25$ is common, and drops half of
@@ -728,12 +851,16 @@ assert changed
 #
 # ## 12.9 The planner's answer
 #
+# *Deeper, 5 minutes.*
+#
 # The planner of chapter 9 knows the axis: a rank's memory with $E/P$ experts, the bytes of 12.4 (with even routing, all
 # of them waited for), and the products in pieces of $1/E$ of the rows. Mixtral 8x7B on 64 H100, 8 to a host, with 1024
 # samples of 4096 tokens in a step. We ask for the best layout, and for the best without ep, and without anything but
 # ZeRO:
 
 # %%
+from chapters.support.ch12.plan import plan_mixtral
+
 if rank == 0:
     show_source(plan_mixtral)
     asked = {"anything": {}, "no ep": {"ep": 1}, "no ep, tp, pp": {"ep": 1, "tp": 1, "pp": 1}}
@@ -757,6 +884,8 @@ comm.barrier()
 #
 # ## 12.10 Names elsewhere
 #
+# *Deeper, 2 minutes.*
+#
 # | minipar | Megatron-LM | DeepSpeed-MoE | PyTorch, torchtitan |
 # | --- | --- | --- | --- |
 # | `--experts E --top-k k` | `--num-experts`, `--moe-router-topk` | `num_experts`, `k` | `num_experts`, `top_k` |
@@ -769,9 +898,11 @@ comm.barrier()
 # DeepSpeed-MoE (Rajbhandari et al. 2022, arXiv 2201.05596) and GShard (Lepikhin et al. 2020, arXiv 2006.16668) send
 # padded arrays of a fixed capacity.
 #
-# The same in PyTorch: `chapters/pytorch/ch12.py`.
+# The same in PyTorch: [ch12.py](pytorch/ch12.py).
 #
 # ## 12.11 Problems
+#
+# *Deeper, 30 minutes.*
 #
 # 1. Mixtral 8x22B has $h = 6144$, $f = 16\,384$, 56 layers, 8 experts of which 2 are used, $h_{kv} = 1024$ and $V =
 # 32\,768$. How many parameters has it, and how many does a token use?
@@ -794,6 +925,10 @@ comm.barrier()
 #
 # ## 12.12 Answers
 #
+# *Deeper, 10 minutes.*
+#
+# <details><summary>Answers</summary>
+#
 # 1. A layer has $h(2h + 2h_{kv}) = 88.1$ million in attention and $3hf = 302$ million in each expert. In all 140.6
 # billion, and 39.2 billion per token.
 #
@@ -813,9 +948,9 @@ comm.barrier()
 # 6. ep: its bytes are proportional to the tokens. So does plain dp: it sums once per step. ZeRO stage 3 gathers for
 # each microbatch.
 #
-# Exercises 17 and 18 in chapters/exercises are about this chapter.
+# </details>
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 large = MixtralConfig(32_768, 6144, 16_384, 56, 48, 8)
 assert (round(large.parameters / 1e9, 1), round(large.active_parameters / 1e9, 1)) == (140.6, 39.2)
 assert (round(6144 * 2 * (6144 + 1024) / 1e6, 1), round(3 * 6144 * 16_384 / 1e6)) == (88.1, 302)

@@ -57,3 +57,17 @@ def test_an_exchange_stands_beside_the_uniform_one():
     assert list(axes.lines[0].get_ydata()) == [21.0, 21.0]
     names = [text.get_text() for text in axes.get_legend().get_texts()]
     assert sorted(names) == ["aux", "uniform routing", "without"]
+
+
+def test_every_sum_of_a_gradient_covers_each_token_once():
+    for axes, own in zip(figures.draw_sums(4, 2).axes, (1, 2), strict=True):
+        colours = np.array([to_hex(patch.get_facecolor()).upper() for patch in axes.patches]).reshape(4, 4)
+        for kind in range(own):
+            assert ((colours == figures.RANKS[kind]).sum(axis=0) == 1).all()
+
+
+def test_rows_beyond_the_capacity_are_drawn_as_dropped():
+    left, right = figures.plot_capacity(np.array([1, 4]), 3, [1.0, 2.0], {"a run": [10.0, 0.0]}).axes
+    heights = [[bar.get_height() for bar in bars] for bars in left.containers]
+    assert heights == [[2, 0], [1, 3], [0, 1]]  # padded, kept, dropped
+    assert list(right.lines[0].get_ydata()) == [10.0, 0.0]

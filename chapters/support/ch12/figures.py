@@ -1,13 +1,14 @@
-"""Draw for chapter 12: a choice (12.2), rows sent (12.4, 12.5), mistakes (12.6), and balance (12.7)."""
+"""Draw for chapter 12: dispatch, a choice (12.2), sums and bytes (12.4, 12.5), mistakes, balance, capacity (12.8)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
-from chapters.support.draw import RANKS, box, finish, show_cells
-from visualize.style import BLUE, GREEN, GREY, INK, LINES, VERMILION, Picture, picture, tidy
+from chapters.support.draw import RANKS, box, finish, patches, show_cells
+from visualize.style import BLUE, GREEN, GREY, INK, LINES, PAPER, VERMILION, Picture, picture, tidy
 
 
 def plot_choice(logits: np.ndarray, weights: np.ndarray, slopes: np.ndarray, moved: int) -> Picture:
@@ -120,4 +121,55 @@ def plot_exchange(sent: Mapping[str, Sequence[int]], uniform: float) -> Picture:
     axes.margins(y=0.25)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
     tidy(axes)
+    return figure
+
+
+def draw_sums(ranks: int, experts_ranks: int) -> Picture:
+    """Draw whose tokens each rank's gradient covers before any sum, and which ranks then sum it.
+
+    ranks: of data parallelism; experts_ranks: neighbours that share the experts. Left a parameter that every rank
+    holds, right the experts. Ranks of one colour hold the same parameters.
+    """
+    figure = picture(8.2, 0.9 + 0.3 * ranks)
+    titles = ("router, norms, attention: on all ranks", f"experts: {experts_ranks} ranks share them")
+    for axes, title, own in zip(figure.subplots(1, 2), titles, (1, experts_ranks), strict=True):
+        for rank in range(ranks):
+            kind = rank % own
+            for source in range(ranks):
+                covers = source // own == rank // own
+                box(axes, (source, rank), (0.92, 0.88), RANKS[kind] if covers else PAPER, "")
+        names = [f"rank {rank}" for rank in range(ranks)]
+        columns = [f"of {rank}" for rank in range(ranks)]
+        show_cells(axes, ranks, ranks, names, columns, side=0.9)
+        axes.tick_params(axis="x", labelsize=7)
+        axes.set_xlabel("tokens that the gradient covers before the sum", fontsize=8)
+        terms = ranks // own
+        sums = f"one sum of {terms} terms" if own == 1 else f"{own} sums, each of {terms} terms"
+        axes.set_title(f"{title}\n{sums}", fontsize=9, loc="left")
+    return figure
+
+
+def plot_capacity(
+    rows: np.ndarray, capacity: int, factors: Sequence[float], shares: Mapping[str, Sequence[float]]
+) -> Picture:
+    """Draw which rows of each expert are kept, dropped and padded; and for runs what is dropped over the factor.
+
+    rows: of each expert, (E,); shares: for each run per cent of its rows, one for each factor.
+    """
+    figure = picture(8.2, 2.8)
+    left, right = figure.subplots(1, 2)
+    experts = np.arange(len(rows))
+    kept = np.minimum(rows, capacity)
+    left.bar(experts, capacity - kept, 0.8, bottom=kept, facecolor="white", edgecolor=GREY, hatch="///", linewidth=0.5)
+    left.bar(experts, kept, 0.8, color=BLUE)
+    left.bar(experts, rows - kept, 0.8, bottom=np.full(len(rows), capacity), color=VERMILION)
+    left.axhline(capacity, color=INK, linewidth=0.9)
+    handles = [*patches({"kept": BLUE, "dropped": VERMILION})]
+    handles.append(Rectangle((0, 0), 1, 1, facecolor="white", edgecolor=GREY, hatch="///", label="padded"))
+    left.legend(handles=handles, frameon=False, fontsize=7.5, ncols=3, loc="upper right")
+    top = 1.25 * max(int(rows.max()), capacity)
+    finish(left, f"rows of each expert, capacity {capacity}", bars="x", xlabel="expert", ylim=(0, top))
+    for (name, values), colour in zip(shares.items(), (INK, *LINES), strict=False):
+        right.plot(factors, values, color=colour, linewidth=2, label=name)
+    finish(right, "rows dropped, %", legend="upper right", xlabel="F, capacity factor", ylim=(0, None))
     return figure
