@@ -12,16 +12,19 @@
 #
 # **How do $p$ machines add up an array when each can only send and receive?**
 #
-# Every parallel strategy in this project ends in the same few calls. Data parallelism adds up gradients: an
-# *all-reduce*. ZeRO divides that into a *reduce-scatter* and an *all-gather*. Expert parallelism exchanges tokens: an
-# *all-to-all*. These are **collectives**: operations that all processes of a group call together. NCCL and MPI provide
-# them as black boxes. In this chapter you write them, in loops of about ten lines.
+# Eight GPUs each hold a gradient of a gigabyte, and each needs the sum. The obvious program sends every gradient to
+# everybody. It sends four times as many bytes as necessary, the GPUs end with *different* sums, and with two lines in
+# the wrong order it hangs for large arrays. Below is the cure, on four ranks. At the end of this chapter you can write
+# it in two loops of four lines, prove that nothing sends less, and say when it is the wrong choice: on 16 ranks 4
+# messages are faster than its 30 for 64 KiB, and slower for 1 MiB.
 #
-# A **rank** is one process; think of one GPU. A **communicator** is a group of ranks, seen from one of them.
+# ![Ring all-reduce on four ranks](../visualize/gallery/ring_all_reduce.gif)
 #
-# **Letters:** $p$ ranks of the communicator; $r$ a rank, $0 \dots p-1$; $n$ bytes of the array (elements where the text
-# says so); $j$ a chunk of it; $\alpha$ seconds per message, $\beta$ seconds per byte; $g$ GPUs per host; $L$ layers,
-# $T_B$ the time of a layer's backward pass. $\lg$ is the logarithm to base 2.
+# Rows are ranks and columns are *chunks* of the array. Colours are the ranks' contributions, red frames are messages.
+# Three rounds add up, three rounds hand out the sums.
+#
+# Every parallel strategy of this course ends in a few such calls. They are **collectives**: operations that all
+# processes of a group call together. NCCL and MPI provide them as black boxes.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -29,39 +32,28 @@
 # cluster = start(8)
 
 # %%
+import numpy as np
+
 from chapters.support.show import printer
 from minipar.comm import world
 
-comm = world()  # the ranks of mpirun; one rank without it
-
-from functools import partial
-
-import numpy as np
-
-from chapters.support.caught import catcher
-from chapters.support.ch03.watch import count_calls, measure_all_reduce, mpis_own_all_reduce, timeline, watch_blocks
-from minipar.comm import ALGORITHMS, Network, chunk_bounds, run_local, wire_bytes
-from minipar.comm.algorithms import (
-    ordered_reduce_scatter,
-    recursive_doubling_all_reduce,
-    ring_all_gather,
-    ring_reduce_scatter,
-)
-from minipar.comm.communicator import FEW_STEPS_BELOW
-from minipar.errors import CommunicationError
-
+comm = world()  # a communicator: a group of ranks, seen from one of them. A rank is one process; think of one GPU
 p, rank = comm.size, comm.rank
 say = printer(rank)  # rank 0 prints and draws; every rank checks
-caught = catcher(say)  # runs a check that must fail, and prints what it says
-if rank == 0:  # only one rank imports matplotlib: eight imports on two cores take seconds
-    from chapters.support.ch03.figures import plot_blocks, plot_crossover
-    from chapters.support.show import show, show_source
-    from visualize import plot_bench, plot_bytes
-
 say(f"{p} rank{'s' if p > 1 else ''}, started by {comm.transport.launcher}")
+if rank == 0:  # only one rank imports matplotlib: eight imports on two cores take seconds
+    from chapters.support.overview import draw_strategies
+    from chapters.support.show import show, show_source
+
+    show(draw_strategies(), "03_strategies")
 
 # %% [markdown]
+# The column "each device sends" is what this chapter builds. Data parallelism adds up gradients: an *all-reduce*. ZeRO
+# divides that into a *reduce-scatter* and an *all-gather*. Expert parallelism exchanges tokens: an *all-to-all*.
+#
 # ## 3.1 Two operations
+#
+# *Core, 4 minutes.*
 #
 # A rank can start to send an array (`isend`) and start to receive one (`irecv`). Both return at once; what they return
 # can be waited for. Every algorithm of this chapter is made of these two. The commonest pattern has a name: start a
@@ -87,7 +79,18 @@ say("every rank has received its left neighbour's rank")
 #
 # ## 3.2 A first all-reduce and its three faults
 #
+# *Core, 8 minutes.*
+#
 # Put the ranks in a ring. Each array travels once round the ring, and every rank adds up what passes by.
+#
+# **Predict**: the ranks add 10,000 random float32 values each. In how many of the 10,000 sums does the last rank differ
+# from rank 0?
+
+
+# %%
+from chapters.support.predict import predict, reveal
+
+predict("sums of the last rank that differ from rank 0's", ...)  # replace the dots by a number
 
 
 # %%
@@ -121,10 +124,11 @@ differing = [int((of_rank != everyone[0]).sum()) for of_rank in everyone]
 assert (max(differing) > 0) == (p >= 3)  # two ranks have one order only: a + b is b + a
 assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
 say(f"integers: the sum is right on {p} ranks; each sent {p - 1} messages of {integers.nbytes:,} bytes")
-say(f"float32: of {n:,} sums, this many differ from rank 0's, rank by rank: {differing}")
+reveal("sums of the last rank that differ from rank 0's", differing[-1], say)
+say(f"the same for each rank: {differing}")
 
 # %% [markdown]
-# The sum is right, and the algorithm has three faults.
+# The sum of integers is right, and the algorithm has three faults.
 #
 # **It sends too much**: $(p-1)\,n$ bytes from each rank. Section 3.3 shows that $2n(p-1)/p$ suffice, less than $2n$
 # however many ranks there are. On 8 ranks that is $1.75\,n$ instead of $7n$: a quarter.
@@ -144,6 +148,13 @@ say(f"float32: of {n:,} sums, this many differ from rank 0's, rank by rank: {dif
 
 
 # %%
+from chapters.support.caught import catcher
+from minipar.comm import run_local
+from minipar.errors import CommunicationError
+
+caught = catcher(say)  # runs a check that must fail, and prints what it says
+
+
 def blocking_ring(comm):
     comm.isend(np.ones(1), (comm.rank + 1) % comm.size).wait()  # every rank blocks here
     return comm.irecv(np.empty(1), (comm.rank - 1) % comm.size).wait()
@@ -155,6 +166,8 @@ if rank == 0:
 # %% [markdown]
 # ## 3.3 All-reduce = reduce-scatter + all-gather
 #
+# *Core, 12 minutes.*
+#
 # Cut the array into $p$ **chunks**, one for each rank (when $p$ does not divide it, the first ones are longer by one
 # element).
 #
@@ -165,20 +178,22 @@ if rank == 0:
 # steps, and in each step each rank sends one chunk, $n/p$ bytes, to its right. In the reduce-scatter a rank *adds* what
 # arrives to its own part of that chunk and sends the sum on. In the all-gather it *keeps* what arrives and sends it on.
 #
-# ![Ring all-reduce on four ranks](../visualize/gallery/ring_all_reduce.gif)
-#
-# Rows are ranks and columns are chunks, colours are the ranks' contributions, and red frames are messages.
-#
-# In the code `after_step` lets us watch, and section 3.10 changes `start`.
+# This is the animation on the first page: red blocks are *added* in the first three rounds and *kept* in the others.
+# [Exercise 1](exercises/e01_ring_reduce_scatter.py) asks for the reduce-scatter and
+# [exercise 2](exercises/e02_all_reduce.py) for the all-gather. Write them before you open the next cell:
+# `make exercises PYTEST="-k e01"`, then `-k e02`. In the cell `after_step` lets us watch.
 
 
-# %%
-def ring_reduce_scatter_in_place(comm, x, after_step=lambda: None, start=1):
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+from minipar.comm import chunk_bounds, wire_bytes
+
+
+def ring_reduce_scatter_in_place(comm, x, after_step=lambda: None):
     """Leave chunk r of the sum in chunk r of x. The other chunks end with partial sums."""
     p, r = comm.size, comm.rank
     chunks = np.array_split(x, p)  # views of x
     for step in range(p - 1):
-        leaving, growing = chunks[(r - start - step) % p], chunks[(r - start - 1 - step) % p]
+        leaving, growing = chunks[(r - 1 - step) % p], chunks[(r - 2 - step) % p]
         growing += exchange(comm, leaving, (r + 1) % p, (r - 1) % p, like=growing)  # in the next step it leaves
         after_step()
 
@@ -209,64 +224,70 @@ for length in (1000 * p, 1003, 3, 0):  # also where p does not divide it
 say(f"the ring's sum is right on {p} ranks, with {2 * (p - 1)} messages and 2n(p-1)/p bytes per rank")
 
 # %% [markdown]
+# The reduce-scatter in four lines, for a rank $r$: cut `x` into $p$ chunks; in step $k = 0 \dots p-2$ send chunk
+# $r - 1 - k$ to the right, receive into room for chunk $r - 2 - k$ from the left, and add it.
+#
 # To watch it, `watch_blocks` lets rank $r$ bring the value $2^r$ in each chunk. Then the binary digits of a partial sum
 # say whose contributions are in it. This is the memory of four ranks after each step:
 
 # %%
+from chapters.support.ch03 import watch
+
 if rank == 0:
+    from chapters.support.ch03 import figures
+
     titles = [f"{half} {step}" for half in ("reduce-scatter", "all-gather") for step in (1, 2, 3)]
-    panels = watch_blocks(4, ring, "at first", *titles)
+    panels = watch.watch_blocks(4, ring, "at first", *titles)
     complete = panels[3][1] == 0b1111  # (rank, chunk)
     assert np.array_equal(complete, np.eye(4)) and (panels[-1][1] == 0b1111).all()
-    show(plot_blocks([panels[:4], panels[3:]]), "03_ring")
+    show(figures.plot_blocks([panels[:4], panels[3:]]), "03_ring")
 
 # %% [markdown]
 # Into each framed block went a message from the rank above it (into rank 0's from rank 3). Follow chunk 0: its sum
 # starts on rank 1, goes to rank 2 and rank 3, and is complete on rank 0. Then the complete chunk goes round once more.
 # After 3 steps rank $r$ has the whole sum of chunk $r$ and of no other; after 6 steps every rank has all of it.
 #
-# **No algorithm sends less.** Look at one element, and put all receives of messages about it in the order in which they
-# happen. Some rank is the first to know its sum. Until then each of the other $p-1$ ranks must have sent at least one
-# message that was received: without it, its contribution would be missing. After that each of the other $p-1$ ranks
-# must still receive at least one. That makes $2(p-1)$ messages for each element, so $2(p-1)\,n$ bytes over all ranks,
-# and some rank sends at least the average, $2n(p-1)/p$. The ring sends exactly that. (Patarasuk and Yuan 2009 prove it
-# for whole arrays. The argument assumes that a message about an element is as long as the element, and that only ranks
-# add. With gradient compression, which gives up the exact sum, ranks send less; so they do where the network's switches
-# add, as in NVIDIA's SHARP.)
+# ### No algorithm sends less
 #
-# **The same ring without waiting.** `exchange` blocks until its messages are done. If a rank is to compute meanwhile,
-# the algorithm must be able to stop there and to continue later. In Python that is a *generator*: it starts messages,
-# and yields those that must be done before it can go on. Its caller decides how to wait.
-
+# *Deeper, 4 minutes.*
+#
+# Look at one element, and put all receives of messages about it in the order in which they happen. Some rank is the
+# first to know its sum. Until then each of the other $p-1$ ranks must have sent at least one message that was received:
+# without it, its contribution would be missing. After that each of the other $p-1$ ranks must still receive at least
+# one. That makes $2(p-1)$ messages for each element, so $2(p-1)\,n$ bytes over all ranks, and some rank sends at least
+# the average, $2n(p-1)/p$. The ring sends exactly that. (Patarasuk and Yuan 2009 prove it for whole arrays. The
+# argument assumes that a message about an element is as long as the element, and that only ranks add. With gradient
+# compression, which gives up the exact sum, ranks send less; so they do where the network's switches add, as in
+# NVIDIA's SHARP.)
 
 # %%
-def ring_all_gather_steps(comm, x):
-    """Do as ring_all_gather_in_place does, but yield the messages of each step instead of waiting for them."""
-    p, r = comm.size, comm.rank
-    chunks = np.array_split(x, p)
-    for step in range(p - 1):
-        leaving, missing = chunks[(r - step) % p], chunks[(r - 1 - step) % p]
-        yield comm.isend(leaving, (r + 1) % p), comm.irecv(missing, (r - 1) % p)
-
+from minipar.comm.algorithms import (
+    ordered_reduce_scatter,
+    recursive_doubling_all_reduce,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
 
 x = contribution(rank, n)
-ring_reduce_scatter_in_place(comm, x)
-for requests in ring_all_gather_steps(comm, x):
-    # The messages of one step are on their way. Here the rank could compute.
-    for request in requests:
-        request.wait()
+ring(comm, x)
 assert np.array_equal(x, comm.all_reduce(contribution(rank, n), algorithm="ring"))
 say("our sum and the library's have the same bits")
 if rank == 0:
     show_source(ring_reduce_scatter, ring_all_gather)
 
 # %% [markdown]
-# The library's two halves are the two loops above. `link` is a communicator's view of one operation: it counts each
-# message and gives it a tag that says what this rank is doing (section 3.10). The library adds three things: `x` keeps
-# its values, because the partial sums travel in scratch memory that is used again; `combine` may be a maximum instead
-# of a sum; and the order in which a chunk is added up is a promise (section 3.5).
+# ### In the library
+#
+# *Deeper, 3 minutes.*
+#
+# The library's two halves are the two loops above, written as generators (3.9). `link` is a communicator's view of one
+# operation: it counts each message and gives it a tag that says what this rank is doing (section 3.10). The library
+# adds three things: `x` keeps its values, because the partial sums travel in scratch memory that is used again;
+# `combine` may be a maximum instead of a sum; and the order in which a chunk is added up is a promise (section 3.5).
 #
 # ## 3.4 Fewer messages: recursive doubling and halving
+#
+# *Core, 8 minutes.*
 #
 # The ring needs $2(p-1)$ messages one after the other. For a small array that is what counts, and fewer are enough.
 #
@@ -275,7 +296,8 @@ if rank == 0:
 #
 # ![Recursive doubling on four ranks](../visualize/gallery/recursive_doubling.gif)
 #
-# Each message carries all chunks, with all contributions that its sender has so far.
+# Each message carries all chunks, with all contributions that its sender has so far. [Exercise
+# 3](exercises/e03_recursive_doubling.py) asks for it, for any number of ranks: `make exercises PYTEST="-k e03"`.
 #
 # **Recursive halving and doubling** (Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005): at distance $p/2, p/4,
 # \dots, 1$ the two ranks of a pair are still responsible for the same part of the array, at first for all of it. Each
@@ -323,9 +345,9 @@ if rank == 0:
     counts = {algorithm.__name__: run_local(8, run_and_count, algorithm)[0] for algorithm in (ring, doubling, halving)}
     assert counts == {"ring": (14, 1.75), "doubling": (3, 3.0), "halving": (6, 1.75)}
     titles = ["halving,\ndistance 2", "halving,\ndistance 1", "back,\ndistance 1", "back,\ndistance 2"]
-    rows = [watch_blocks(4, doubling, "at first", "doubling,\ndistance 1", "doubling,\ndistance 2")]
-    rows += [watch_blocks(4, halving, "at first", *titles)]
-    show(plot_blocks(rows), "03_doubling_and_halving")
+    rows = [watch.watch_blocks(4, doubling, "at first", "doubling,\ndistance 1", "doubling,\ndistance 2")]
+    rows += [watch.watch_blocks(4, halving, "at first", *titles)]
+    show(figures.plot_blocks(rows), "03_doubling_and_halving")
     say(f"messages and multiples of n sent by each of 8 ranks: {counts}")
     show_source(recursive_doubling_all_reduce)
 
@@ -339,35 +361,70 @@ if rank == 0:
 # In the picture, halving leaves rank $r$ with chunk $r$ of the sum, and each step exchanges half of the bytes of the
 # step before. On the way back each step exchanges twice as many.
 #
-# The library's version adds any number of ranks: where $p$ is not a power of two, the extra ranks first hand their data
+# ### Any number of ranks, and trees
+#
+# *Deeper, 6 minutes.*
+#
+# The library's version adds any number of ranks. Where $p$ is not a power of two, the extra ranks first hand their data
 # to a neighbour and wait for the result (`fold`, `unfold`). `place` is then a rank's number among those that are left.
 # `recursive_halving_all_reduce` is built in the same way.
 #
-# **Trees.** In a binary tree the leaves send their arrays up, each inner rank adds, and the sum comes back down: about
-# $2\lg p\,(\alpha + n\beta)$ if whole arrays travel. Cut the array into $k$ pieces that follow one another: the first
-# piece takes $2\lg p$ steps, and the others follow one step apart. On links that send and receive at once that is about
-# $(2\lg p + k)(\alpha + \frac{n}{k}\beta)$: few steps *and* nearly $n\beta$. But an inner rank sends each piece three
-# times, once up and twice down, so $3n$ bytes, and a leaf only $n$. NCCL's tree is a pair of trees, each for half of
-# the array; a leaf of one is an inner rank of the other, so a rank sends at most $1.5n + 0.5n = 2n$ bytes, as in the
-# ring, within a number of steps that grows with $\lg p$. The library has one tree, in `broadcast`.
+# **Trees.** In a binary tree the leaves send their arrays up, each inner rank adds, and the sum comes back down:
+
+# %%
+if rank == 0:
+    show(figures.draw_tree(levels=3), "03_tree")
+
+# %% [markdown]
+# If whole arrays travel, this takes about $2\lg p\,(\alpha + n\beta)$. Here $\alpha$ is the time of an empty message
+# and $\beta$ that of a byte (3.7). Now cut the array into $k$ pieces. The first piece takes $2\lg p$ steps, and the
+# others follow one step apart. On links that send and receive at once that is about $(2\lg p + k)(\alpha +
+# \frac{n}{k}\beta)$: few steps *and* nearly $n\beta$. But an inner rank sends each piece three times, once up and twice
+# down, so $3n$ bytes, and a leaf only $n$. NCCL's tree is a pair of trees, each for half of the array. A leaf of one is
+# an inner rank of the other, so a rank sends at most $1.5n + 0.5n = 2n$ bytes, as in the ring, within a number of steps
+# that grows with $\lg p$. The library has one tree, in `broadcast`.
 #
-# **Hierarchical all-reduce.** Let $p$ ranks sit on hosts of $g$ GPUs each. First a reduce-scatter inside each host,
-# then an all-reduce of the $n/g$ bytes between the ranks with the same place in their hosts, then an all-gather inside
-# each host. Each of a host's $g$ ranks all-reduces $n/g$ bytes among $p/g$ hosts. Together they send $g \cdot
-# 2\frac{n}{g}(1 - g/p) = 2n(1 - g/p)$ bytes to other hosts, in $2(p/g - 1)$ steps. In a flat ring one rank of each host
-# sends $2n(1 - 1/p)$, in $2(p-1)$ steps. With many hosts the bytes are nearly the same; with two they are little more
-# than half. What is always gained is the number of steps on the slow network, and that each GPU can use a network card
-# of its own.
+# ### Hierarchical all-reduce
+#
+# *Core, 4 minutes.*
+#
+# Let $p$ ranks sit on hosts of $g$ GPUs each. Inside a host messages are fast, between hosts they are slow. So work in
+# three phases. Here are four ranks on two hosts, ranks 0 and 1 on the first:
+
+# %%
+if rank == 0:
+    titles = ["1. reduce-scatter\ninside each host", "2. all-reduce\nbetween hosts", "3. all-gather\ninside each host"]
+    panels = watch.watch_blocks(4, watch.hierarchical, "at first", *titles)
+    show(figures.plot_blocks([panels]), "03_hierarchical")
+
+# %% [markdown]
+# 1. A reduce-scatter inside each host. Each rank has its host's sum of $n/g$ bytes.
+# 2. An all-reduce between the ranks with the same place in their hosts. Only this phase leaves a host.
+# 3. An all-gather inside each host.
+#
+# Each of a host's $g$ ranks all-reduces $n/g$ bytes among $p/g$ hosts. Together they send $g \cdot 2\frac{n}{g}(1 -
+# g/p) = 2n(1 - g/p)$ bytes to other hosts, in $2(p/g - 1)$ steps. In a flat ring one rank of each host sends $2n(1 -
+# 1/p)$, in $2(p-1)$ steps. With many hosts the bytes are nearly the same; with two they are little more than half. What
+# is always gained is the number of steps on the slow network, and that each GPU can use a network card of its own.
+#
+# **Its bits.** All ranks hold the same, because each chunk is summed once and then copied. But the sum is *nested*:
+# first inside each host, then over the hosts, as in $(a_0 + a_1) + (a_2 + a_3)$. These are not the bits of one device
+# that accumulates, nor those of a flat ring. Another number of GPUs per host gives other bits. Problem 5 proves it.
 #
 # `comm.split(color, axis)` makes such groups. Every rank calls it, and gets a communicator of the ranks that passed the
-# same `color`, in rank order. `axis` is a name under which the group's messages are counted. Problem 5 uses it.
+# same `color`, in rank order. `axis` is a name under which the group's messages are counted.
 #
 # ## 3.5 All-to-all, and the order of a sum
+#
+# *Core, 8 minutes.*
 #
 # In an **all-to-all** every rank has a different chunk for every other rank: chunk $j$ goes to rank $j$. Write the
 # chunks of all ranks as a matrix with one row for each rank: the operation transposes it. Each rank sends all but its
 # own chunk, $n(p-1)/p$ bytes. Expert parallelism sends each token to the rank that has its expert and back, with one
 # all-to-all each.
+#
+# The code below is the *pairwise* algorithm: at distance 1, 2, ..., $p-1$ each rank sends to the rank that far to its
+# right, and receives from the one that far to its left. No chunk passes through a third rank.
 #
 # It is also half of another all-reduce. If each rank sends chunk $j$ to rank $j$ directly, rank $j$ holds all $p$
 # contributions to its chunk and can add them **in rank order**. The library calls this algorithm `ordered`.
@@ -394,35 +451,60 @@ if rank == 0:
     show_source(ordered_reduce_scatter)
 
 # %% [markdown]
-# The library's version starts all messages at once and waits only where it needs the next contribution. So it sends as
-# many messages and bytes as the ring, and ranks wait for one another once instead of $p-1$ times; but it needs scratch
-# memory for a second array.
+# The library's version starts all messages at once and waits only where it needs the next contribution. It sends as
+# many messages and bytes as the ring, but none of them depends on an earlier one. So ranks wait for one another once
+# instead of $p-1$ times. That counts where ranks share cores: a rank that waits gives its core to another, and comes
+# back when it is its turn again. The price is scratch memory for a second array.
 #
 # Now the claim about bits. The ring says that it adds up chunk $j$ in the order $j+1, j+2, \dots, j$ (modulo $p$). If
 # that is true, NumPy can repeat it and gets the same bits. `ordered` claims $0, 1, \dots, p-1$: the bits of one device
 # that accumulates. And every algorithm must leave the *same* bits on all ranks. In the ring each chunk is added up on
 # one path and then only copied. In recursive doubling the two ranks of a pair add the same two values, one as $a+b$ and
 # the other as $b+a$.
+#
+# Doubling and halving add in pairs, in two orders. On 8 ranks doubling begins with the neighbour, halving with the rank
+# at distance 4:
+#
+# $$\text{doubling: } ((a_0 + a_1) + (a_2 + a_3)) + ((a_4 + a_5) + (a_6 + a_7)), \qquad
+# \text{halving: } ((a_0 + a_4) + (a_2 + a_6)) + ((a_1 + a_5) + (a_3 + a_7)).$$
 
 # %%
+from minipar.comm import ALGORITHMS
+
 everybody = [contribution(r, n) for r in range(p)]
 expected = left_to_right(everybody)
 names = list(ALGORITHMS["all_reduce"])
 if comm.transport.launcher == "mpirun":
     names.append("mpi")  # MPI's own, called with mpi4py
 results = {}
+differing = {}
 for name in names:
     x = contribution(rank, n)
-    results[name] = mpis_own_all_reduce(comm, x) if name == "mpi" else comm.all_reduce(x, algorithm=name)
+    results[name] = watch.mpis_own_all_reduce(comm, x) if name == "mpi" else comm.all_reduce(x, algorithm=name)
     assert len(set(comm.all_gather_bytes(results[name].tobytes()))) == 1 or name == "mpi"  # MPI does not promise it
     assert np.abs(results[name] - expected).max() < 1e-5 * np.abs(expected).max()
-    say(f"  {name:20} {(results[name] != expected).sum():6,} of {n:,} sums differ from left to right")
+    differing[name] = int((results[name] != expected).sum())
 
 ring_order = np.empty_like(expected)
 for j, (start, stop) in enumerate(chunk_bounds(n, p)):
     ring_order[start:stop] = left_to_right([everybody[(j + 1 + k) % p][start:stop] for k in range(p)])
 assert np.array_equal(results["ordered"], expected) and np.array_equal(results["ring"], ring_order)
-say("ordered = left to right in NumPy, ring = its own order in NumPy: bit for bit")
+
+
+def in_pairs(arrays, distances):
+    """Add up in pairs: at each distance every array becomes its own sum with that of its partner."""
+    for distance in distances:
+        arrays = [arrays[r] + arrays[r ^ distance] for r in range(p)]
+    return arrays[0]
+
+
+distances = [2**k for k in range(p.bit_length() - 1)]
+if p == 2 ** len(distances):
+    assert np.array_equal(results["recursive_doubling"], in_pairs(everybody, distances))
+    assert np.array_equal(results["recursive_halving"], in_pairs(everybody, distances[::-1]))
+say("each algorithm's bits are those of its order, added up in NumPy")
+if rank == 0:
+    show(figures.plot_orders(differing, n), "03_orders")
 
 # %% [markdown]
 # None of these orders is more accurate than the others; they are different. What matters for training is that the
@@ -431,17 +513,21 @@ say("ordered = left to right in NumPy, ring = its own order in NumPy: bit for bi
 #
 # ## 3.6 Every message is counted
 #
+# *Deeper, 3 minutes.*
+#
 # Every message and every byte is counted where it is sent. `messages` and `wire_bytes` are the closed forms, exact for
 # any length. The counter must agree with `==`, on every rank, for every algorithm of every collective.
 
 # %%
 for length in (1003, 3, 1000 * p):
-    rows = count_calls(comm, length)
+    rows = watch.count_calls(comm, length)
     assert all((row["messages"], row["bytes"]) == (row["expected_messages"], row["expected"]) for row in rows)
 assert wire_bytes("all_reduce", "ring", 8000, 8, 8, 0) == 112_000
 assert wire_bytes("all_to_all", "pairwise", 8000, 8, 8, 0) == 56_000
 say(f"counted messages and bytes == formulas on each of {p} ranks, {len(rows)} algorithms at three lengths")
 if p > 1 and rank == 0:
+    from visualize import plot_bytes
+
     show(plot_bytes(rows), "03_bytes")
 
 # %% [markdown]
@@ -450,6 +536,8 @@ if p > 1 and rank == 0:
 # $n \lg p$, a leaf sends nothing.
 #
 # ## 3.7 What it costs: latency and bandwidth
+#
+# *Core, 10 minutes.*
 #
 # Say that a message of $n$ bytes takes $\alpha + \beta n$ (Thakur et al. 2005, section 3; they add $\gamma$ for each
 # byte added up, which we leave out). Then an all-reduce takes
@@ -465,6 +553,8 @@ if p > 1 and rank == 0:
 # with `==`.
 
 # %%
+from minipar.comm import Network
+
 ALPHA, BETA = 2.0**-16, 2.0**-30  # 15 microseconds per message, 1.07 GB/s
 network = Network(ALPHA, BETA)
 FORMULAS = {
@@ -495,8 +585,18 @@ if rank == 0:
 # a message could carry in the time it takes to get started: 16 KiB with our prices. (Both formulas are for $p = 2^k$
 # above 2. With two ranks doubling sends as few bytes as the ring, in half as many messages: it is always better, and
 # the denominators are zero.) Each mark below is a run of the library's code on 16 simulated ranks.
+#
+# **Predict**: on 16 ranks doubling needs 4 messages one after the other, the ring 30. From which size on is the ring
+# faster?
 
 # %%
+predict("the ring overtakes doubling at", ...)  # replace the dots by KiB
+
+# %%
+from functools import partial
+
+from minipar.comm.communicator import FEW_STEPS_BELOW
+
 if rank == 0:
     ranks, steps, share = 16, 4, 2 * 15 / 16
     times = {(name, 1 << k): FORMULAS[name](ranks, 1 << k) for name in FORMULAS for k in range(10, 22, 2)}
@@ -508,7 +608,9 @@ if rank == 0:
     }
     assert [round(nbytes / 1024) for nbytes in crossings.values()] == [30, 196]
     assert [round(times[name, 1 << 20] * 1e3, 2) for name in FORMULAS] == [2.29, 3.97, 1.95]
-    show(plot_crossover(times, {name: partial(FORMULAS[name], ranks) for name in FORMULAS}, crossings), "03_crossover")
+    reveal("the ring overtakes doubling at", round(crossings["the ring overtakes doubling"] / 1024), say, "KiB")
+    formulas = {name: partial(FORMULAS[name], ranks) for name in FORMULAS}
+    show(figures.plot_crossover(times, formulas, crossings), "03_crossover")
 assert FEW_STEPS_BELOW == 256 * 1024
 
 # %% [markdown]
@@ -526,6 +628,8 @@ assert FEW_STEPS_BELOW == 256 * 1024
 #
 # ## 3.8 Against MPI's own
 #
+# *Deeper, 5 minutes.*
+#
 # Now real time. Ours and `MPI_Allreduce` take turns in the same run; each time is the median over batches, of the
 # slowest rank. Times are printed and not asserted: they belong to the machine and the moment.
 #
@@ -538,8 +642,10 @@ assert FEW_STEPS_BELOW == 256 * 1024
 
 # %%
 if p > 1:
-    rows = measure_all_reduce(comm, ("auto", "ring"), (1 << 10, 1 << 14, 1 << 18, 1 << 21), say)
+    rows = watch.measure_all_reduce(comm, ("auto", "ring"), (1 << 10, 1 << 14, 1 << 18, 1 << 21), say)
     if rank == 0:
+        from visualize import plot_bench
+
         show(plot_bench(rows), "03_against_mpi")
 
 # %% [markdown]
@@ -551,7 +657,34 @@ if p > 1:
 #
 # ## 3.9 Computing while it travels
 #
-# The generator of section 3.3 can stop at each step, and that is how the library makes a collective asynchronous: with
+# *Core, 8 minutes.*
+#
+# `exchange` blocks until its messages are done. If a rank is to compute meanwhile, the algorithm must be able to stop
+# there and to continue later. In Python that is a *generator*: it starts messages, and yields those that must be done
+# before it can go on. Its caller decides how to wait. This is the ring's second half:
+
+
+# %%
+def ring_all_gather_steps(comm, x):
+    """Do as ring_all_gather_in_place does, but yield the messages of each step instead of waiting for them."""
+    p, r = comm.size, comm.rank
+    chunks = np.array_split(x, p)
+    for step in range(p - 1):
+        leaving, missing = chunks[(r - step) % p], chunks[(r - 1 - step) % p]
+        yield comm.isend(leaving, (r + 1) % p), comm.irecv(missing, (r - 1) % p)
+
+
+x = contribution(rank, n)
+ring_reduce_scatter_in_place(comm, x)
+for requests in ring_all_gather_steps(comm, x):
+    # The messages of one step are on their way. Here the rank could compute.
+    for request in requests:
+        request.wait()
+assert np.array_equal(x, comm.all_reduce(contribution(rank, n), algorithm="ring"))
+say("the generator gives the ring's bits")
+
+# %% [markdown]
+# A generator can stop at each step, and that is how the library makes a collective asynchronous: with
 # `async_op=True` it starts the first messages and returns a `Work` at once, which keeps the generator. `work.wait()`
 # runs it to its end and gives the result. Operations of one communicator run in the order in which they were issued,
 # like kernels on a CUDA stream.
@@ -589,8 +722,8 @@ def backward(comm, layers, nbytes, async_op):
 if rank == 0:
     for nbytes, milliseconds in ((1 << 20, [10.13, 7.2, 1.56]), (1 << 18, [5.74, 4.36, 0.46])):
         T_ring = FORMULAS["ring"](4, nbytes)
-        one_by_one, figure = timeline(4, backward, 4, nbytes, False, network=network)
-        overlapped, figure_overlapped = timeline(4, backward, 4, nbytes, True, network=network)
+        one_by_one, figure = watch.timeline(4, backward, 4, nbytes, False, network=network)
+        overlapped, figure_overlapped = watch.timeline(4, backward, 4, nbytes, True, network=network)
         assert one_by_one == [4 * (T_B + T_ring)] * 4
         assert overlapped == [max(4 * T_B + T_ring, T_B + 4 * T_ring)] * 4
         assert [round(seconds * 1e3, 2) for seconds in (one_by_one[0], overlapped[0], T_ring)] == milliseconds
@@ -604,6 +737,8 @@ if rank == 0:
 #
 # ## 3.10 Mistakes, and what catches them
 #
+# *Deeper, 8 minutes.*
+#
 # **1. Off by one chunk.** Start the ring with chunk $r$ instead of $r-1$. All sums are right, but rank $r$ ends with
 # the sum of chunk $r+1$. (Some descriptions of the ring do it this way; their all-gather starts there too.) If the
 # function then returns chunk $r+1$ as its result, all messages arrive and nothing complains. A test in which each rank
@@ -612,30 +747,49 @@ if rank == 0:
 
 
 # %%
-def check(start, values):
-    """Compare a reduce-scatter on four ranks with NumPy; values(r) is what rank r brings."""
+def off_by_one(comm, x):
+    """The reduce-scatter of 3.3, started with chunk r instead of r - 1."""
+    p, r = comm.size, comm.rank
+    chunks = np.array_split(x, p)
+    for step in range(p - 1):
+        leaving, growing = chunks[(r - step) % p], chunks[(r - 1 - step) % p]
+        growing += exchange(comm, leaving, (r + 1) % p, (r - 1) % p, like=growing)
 
-    def complete_chunk(comm):
+
+def check(reduce_scatter, chunk_of, values):
+    """Compare a reduce-scatter on four ranks with NumPy. Rank r brings values(r), and returns chunk chunk_of(r)."""
+
+    def returned(comm):
         x = values(comm.rank)
-        ring_reduce_scatter_in_place(comm, x, start=start)
-        return np.split(x, 4)[(comm.rank + 1 - start) % 4]  # chunk r, or with the mistake chunk r + 1
+        reduce_scatter(comm, x)
+        return np.split(x, 4)[chunk_of(comm.rank)]
 
-    result, expected = np.concatenate(run_local(4, complete_chunk)), sum(values(r) for r in range(4))
+    result, expected = np.concatenate(run_local(4, returned)), sum(values(r) for r in range(4))
     assert np.array_equal(result, expected), f"{result} is not {expected}"
 
 
+def its_rank_everywhere(r):
+    return np.full(8, r + 1)
+
+
+def other_values_in_each_place(r):
+    return 10**r * np.arange(1, 9)
+
+
 if rank == 0:
-    check(1, lambda r: 10**r * np.arange(1, 9))
-    check(0, lambda r: np.full(8, r + 1))
+    check(ring_reduce_scatter_in_place, lambda r: r, other_values_in_each_place)
+    check(off_by_one, lambda r: (r + 1) % 4, its_rank_everywhere)
     say("a test in which rank r brings r + 1 in all places does not see the mistake\n")
-    caught("start 0", lambda: check(0, lambda r: 10**r * np.arange(1, 9)))
+    caught("chunk r + 1", lambda: check(off_by_one, lambda r: (r + 1) % 4, other_values_in_each_place))
 
 # %% [markdown]
 # **2. A message of the wrong size.** One rank's array is shorter. MPI delivers a short message silently into a longer
 # buffer, and leaves the rest as it was. The library checks the count that arrived. A message of the right size can be
 # wrong, too: `float64` and `int64` have the same number of bytes, and a sum and a maximum send the same messages. So
 # the tag of each message holds the operation and its number, the reduction, the dtype and the number of elements
-# (modulo 128), and the receiver compares it with its own. That adds no byte.
+# (modulo 128), and the receiver compares it with its own. That adds no byte. The tag does not *select* a message:
+# messages between the same two ranks arrive in the order in which they were sent, which MPI guarantees and on which
+# everything here stands. The tag only *detects* that a message is not the expected one.
 #
 # **3. One rank does not call** (`if loss > threshold: ...`). On threads it is known at once. Over MPI a rank that ends
 # its program tells the others, which then name it. A rank that only computes, or waits for something else, is found
@@ -668,6 +822,8 @@ if rank == 0:
 # %% [markdown]
 # ## 3.11 PyTorch's names
 #
+# *Deeper, 2 minutes.*
+#
 # | here | `torch.distributed` | NCCL |
 # | --- | --- | --- |
 # | a communicator `comm` | `ProcessGroup` | `ncclComm_t` |
@@ -692,6 +848,10 @@ if rank == 0:
 #
 # ## 3.12 Problems
 #
+# *Deeper, 40 minutes.*
+#
+# The answers are in 3.13.
+#
 # 1. The gradient of 7 billion parameters in 16 bits is added up over 64 GPUs with a ring. Each link carries 50 GB/s in
 #    each direction, and a message costs 15 µs. How many bytes does each GPU send? How long does it take, which part of
 #    that is $\alpha$, and what are algbw and busbw without that part?
@@ -705,7 +865,8 @@ if rank == 0:
 #    call.)
 # 5. Build the hierarchical all-reduce of section 3.4 for 8 ranks on 2 hosts, ranks 0 to 3 on the first, from the
 #    library's collectives and `comm.split`. (`all_gather(chunk, out)` puts all chunks into `out`.) How many bytes leave
-#    each host, how many with a flat ring? What are they for 64 ranks on 8 hosts?
+#    each host, how many with a flat ring? What are they for 64 ranks on 8 hosts? In which order does your sum add the
+#    eight contributions if both levels use `ordered`? Prove it with random float32 values.
 #
 # **For you.** (a) One rank passes `op="max"` and the others `op="sum"`, to a library that has no tags to compare, such
 # as MPI's own collectives. Sizes and number of messages agree. What would a check by another collective cost? (Hint:
@@ -715,8 +876,10 @@ if rank == 0:
 # the largest value is 65,504; below $2^{-14}$ values lose digits and are called *subnormal*.)
 #
 # ## 3.13 Answers
+#
+# *Deeper, 10 minutes.*
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 each = 2 * 14e9 * 63 / 64  # 1. bytes sent by each GPU
 latency, transfer = 2 * 63 * 15e-6, each / 50e9
 assert round(each / 1e9, 2) == 27.56 and round(latency * 1e3, 2) == 1.89 and round(transfer, 3) == 0.551
@@ -724,11 +887,11 @@ assert round(14 / transfer, 1) == 25.4 and round(each / 1e9 / transfer, 1) == 50
 assert round(15e-6 * 50e9 * (126 - 6) / (6 - 126 / 64) / 1e6, 1) == 22.3  # 2. megabytes
 
 
-def hierarchical_all_reduce(comm, x, g):
+def hierarchical_all_reduce(comm, x, g, algorithm="ring"):
     inside, across = comm.split(comm.rank // g, "inside"), comm.split(comm.rank % g, "across")
-    chunk = across.all_reduce(inside.reduce_scatter(x, algorithm="ring"), algorithm="ring")
+    chunk = across.all_reduce(inside.reduce_scatter(x, algorithm=algorithm), algorithm=algorithm)
     inside.all_gather(chunk, x, algorithm="ring")
-    return x[0], comm.traffic.bytes("all_reduce", "across")
+    return x, comm.traffic.bytes("all_reduce", "across")
 
 
 def sum_of(comm, algorithm):
@@ -740,11 +903,17 @@ if rank == 0:
     assert run_local(4, sum_of, "ring") == [[2, 2, 2, 1]] * 4
     assert round((T_B / 2 + FORMULAS["ring"](5, 5 << 16)) * 1e3, 2) == 1.1  # 4.
     results = run_local(8, lambda comm: hierarchical_all_reduce(comm, np.full(1000, comm.rank + 1.0), g=4))  # 5.
-    assert results == [(36.0, 2 * 8000 * (1 - 4 / 8) / 4)] * 8  # each of a host's four ranks sends a quarter
+    assert [sent for _, sent in results] == [2 * 8000 * (1 - 4 / 8) / 4] * 8  # each of a host's four sends a quarter
+    results = run_local(8, lambda comm: hierarchical_all_reduce(comm, contribution(comm.rank, n), 4, "ordered"))
+    eight = [contribution(r, n) for r in range(8)]
+    nested = left_to_right(eight[:4]) + left_to_right(eight[4:])
+    assert all(np.array_equal(x, nested) for x, _ in results) and not np.array_equal(nested, left_to_right(eight))
     assert 2 * (1 - 8 / 64) == 1.75 and round(2 * (1 - 1 / 64), 2) == 1.97
 say("the answers are right")
 
 # %% [markdown]
+# <details><summary>Answers</summary>
+#
 # 1. $2 \cdot 14 \cdot 63/64 = 27.56$ GB. It takes 0.551 s for the bytes and 1.89 ms for 126 messages. algbw is 25.4
 #    GB/s and busbw 50 GB/s, the link's speed.
 # 2. $\alpha/\beta = 750$ KB, and $750 \cdot (126 - 6)/(6 - 126/64)$ KB is 22.3 MB.
@@ -755,7 +924,9 @@ say("the answers are right")
 #    On rank 0 the all-reduce seems to take 1.10 ms, as if the network were slow. The cause is a slow rank (a
 #    *straggler*).
 # 5. $2n(1 - 4/8) = n$ bytes from each host, against $1.75\,n$ in a flat ring. For 64 ranks on 8 hosts $1.75\,n$ against
-#    $1.97\,n$. That is the least possible: with hosts in the place of ranks it is the bound of section 3.3.
+#    $1.97\,n$. That is the least possible: with hosts in the place of ranks it is the bound of section 3.3. The order
+#    is $(((a_0 + a_1) + a_2) + a_3) + (((a_4 + a_5) + a_6) + a_7)$. All ranks have these bits. One device that
+#    accumulates has others.
 #
 # (a) Every rank computes a hash of operation, algorithm, dtype and shape. An all-reduce with `max` of two values, the
 # hash and its negative, gives the hashes' maximum and minus their minimum; all hashes are equal if the two add up to 0.
@@ -767,7 +938,7 @@ say("the answers are right")
 # infinite sum: divide before. The danger is then at the other end: small gradients divided by a large $p$ become
 # subnormal or zero. PyTorch's DDP divides before; FSDP can divide by about $\sqrt p$ before and by the rest after.
 #
-# Exercises 1 to 3 in chapters/exercises are about this chapter.
+# </details>
 
 # %% tags=["active-ipynb"]
 # %autopx

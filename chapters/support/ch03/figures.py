@@ -1,4 +1,4 @@
-"""Draw for chapter 3: the blocks on each rank (3.3, 3.4), and the times of the algorithms (3.7)."""
+"""Draw for chapter 3: the blocks on each rank (3.3, 3.4), a tree (3.4), orders (3.5), times of algorithms (3.7)."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from chapters.support.draw import box, finish
-from visualize.style import BLUE, GREEN, GREY, INK, VERMILION, Picture, at_lightness, byte_label, ink_on, picture
+from visualize.style import BLUE, GREEN, GREY, INK, PAPER, VERMILION, Picture, at_lightness, byte_label, ink_on, picture
 
 Panel = tuple[str, np.ndarray]  # a title, and for each rank and chunk the set of the ranks in it, as bits
 LINES = ((BLUE, "-", "o"), (VERMILION, "--", "s"), (GREEN, "-.", "^"))
@@ -58,6 +58,50 @@ def _panel(axes: Axes, blocks: np.ndarray, before: np.ndarray | None) -> None:
     axes.set(xlim=(-0.5, chunks - 0.5), ylim=(ranks - 0.5, -0.5), aspect="equal")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+
+
+def draw_tree(levels: int) -> Picture:
+    """Draw an all-reduce in a binary tree: arrays go up and are added, the sum comes down."""
+    figure = picture(7.0, 2.6)
+    axes = figure.add_subplot()
+    axes.set_axis_off()
+    width = 2 ** (levels - 1)
+    axes.set(xlim=(-0.2, width + 1.8), ylim=(levels - 0.45, -0.6))
+    number = 0
+    for level in range(levels):
+        count = 2**level
+        for place in range(count):
+            x = (place + 0.5) * width / count
+            if level > 0:
+                parent = (place // 2 + 0.5) * width / (count // 2)
+                for shift, colour, style in ((-0.07, BLUE, "<|-"), (0.07, VERMILION, "-|>")):
+                    look = {"arrowstyle": style, "color": colour, "shrinkA": 12, "shrinkB": 12}
+                    axes.annotate("", (x + shift, level), (parent + shift, level - 1), arrowprops=look)
+            is_leaf = level == levels - 1
+            sends = "n" if is_leaf else "2n" if level == 0 else "3n"
+            box(
+                axes, (x - 0.42, level - 0.2), (0.84, 0.4), PAPER, f"rank {number}: {sends}", edgecolor=INK, va="center"
+            )
+            number += 1
+    for height, colour, text in ((0.0, BLUE, "up: arrays,\nadded on the way"), (0.7, VERMILION, "down: the sum")):
+        axes.text(width + 0.1, height, text, color=colour, fontsize=9, va="center")
+    axes.text(width + 0.1, 1.4, "in each box: what\nthe rank sends", color=INK, fontsize=9, va="center")
+    return figure
+
+
+def plot_orders(differing: Mapping[str, int], elements: int) -> Picture:
+    """Draw for each algorithm how many of its sums differ from those from left to right."""
+    figure = picture(7.0, 0.8 + 0.32 * len(differing))
+    axes = figure.add_subplot()
+    places = range(len(differing))
+    axes.barh(places, list(differing.values()), color=BLUE)
+    for place, count in zip(places, differing.values(), strict=True):
+        axes.text(count, place, f" {count:,}", va="center", fontsize=8)
+    axes.set_yticks(places, [name.replace("_", " ") for name in differing], fontsize=8)
+    axes.invert_yaxis()
+    label = f"of {elements:,} float32 sums: those that differ from left to right"
+    finish(axes, bars="y", xlim=(0, 1.15 * max(*differing.values(), 1)), xlabel=label)
+    return figure
 
 
 def plot_crossover(

@@ -27,6 +27,18 @@ def watch_blocks(ranks: int, algorithm: Callable[..., Any], *titles: str) -> lis
     return list(zip(titles, steps, strict=True))
 
 
+def hierarchical(comm: Communicator, x: np.ndarray, after_step: Callable[[], None]) -> None:
+    """Set x = the sum over the ranks, two of which sit on each host: inside, between hosts, inside."""
+    inside, across = comm.levels(comm.size // 2)
+    chunk = x[slice(*chunk_bounds(x.size, inside.size)[inside.rank])]
+    chunk[...] = inside.reduce_scatter(x.copy(), algorithm="ordered")
+    after_step()
+    across.all_reduce(chunk, algorithm="ordered")
+    after_step()
+    inside.all_gather(chunk.copy(), x, algorithm="pairwise")
+    after_step()
+
+
 def count_calls(comm: Communicator, elements: int) -> list[dict[str, Any]]:
     """Run every algorithm of every collective once with float64 values, and count what this rank sends.
 
