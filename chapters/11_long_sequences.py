@@ -12,22 +12,12 @@
 #
 # **How does a model attend to more tokens than one device can hold?**
 #
-# Every axis so far leaves one thing whole: a sample's tokens. Two walls stand in the way of long samples. Attention
-# compares each token with each token before it, so its table of scores grows as $T^2$. And everything else that a layer
-# keeps for backward grows as $T$, until one sample alone fills a device.
-#
-# This chapter removes the first wall on one device: blockwise attention, which is exact and never stores the table
-# (11.1 to 11.4). Then it cuts the sequence over ranks: *context parallelism* (11.5 to 11.9). Only attention looks at
-# other tokens, so only keys and values must travel. You build the ring on plain arrays, find that half of the ranks
-# have nothing to do, repair it, and compare it with two rivals in bytes.
-#
-# **Letters:** $c$ ranks of the axis cp, $r$ one of them; $B$ samples of $T$ tokens, $N = BT$; $h$ elements per token,
-# $a$ heads of queries, $a_{kv}$ heads of keys and values, $h_{kv} = h\,a_{kv}/a$ elements of a token's keys; $u = N/c$
-# tokens of a rank; $w$ bytes per value; $\alpha, \beta$ seconds per message and per byte; $S$ operations per second of
-# one device; $s$ a score, $\lambda$ the log-sum-exp of a row of scores, $p_{ij}$ a probability, $o$ a row of
-# attention's output.
-#
-# Run it as `mpirun -n 8 python chapters/11_long_sequences.py`, with any number of ranks.
+# Attention compares each token with each token before it. For 131,072 tokens and 32 heads the table of these scores has
+# 1.1 TB per layer in 16 bit, and the keys and values that it is made of have 2 GB. The first half of this chapter
+# computes exact attention without ever storing the table, on one device. The second half cuts the sequence over $c$
+# devices (*context parallelism*), so that keys and values travel around a ring. Cut in the natural order, 8 devices are
+# at work for 53 % of the time; another order of the same tokens makes it 100 %. At the end you can write both halves
+# with their backward passes, and say from how many tokens per device on the messages cost no time.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -35,46 +25,51 @@
 # cluster = start(8)
 
 # %%
-from fractions import Fraction
-from functools import partial
-
 import numpy as np
 
-from chapters.support.ch11.ring_layer import Layer, Ring
-from chapters.support.ch11.whole_table import full, full_backward, measure_memory_and_time
 from chapters.support.show import printer
-from chapters.support.whole_runs import relative_difference
-from minipar.autograd import Tensor, attention, causal_attention
-from minipar.comm import DeviceMesh, serial, world
-from minipar.parallel.context import METHODS, AllGatherAttention, RingAttention, block_attention
-from minipar.parallel.token_order import ContextParallel, visible
-from minipar.parallel.traffic import predicted_traffic
-from minipar.parallel.ulysses import UlyssesAttention
-from minipar.train.config import parse, resolve
-from minipar.train.data import load_tokens
-from minipar.train.from_config import step_layout
-from minipar.train.trainer import Trainer
-from minipar.train.verify import verify
+from minipar.comm import world
 
 comm = world()
-rank, c = comm.rank, comm.size
+rank, c = comm.rank, comm.size  # this rank, and the number of ranks
 say = printer(rank)  # rank 0 prints and draws; every rank checks
+say(f"{c} rank{'s' if c > 1 else ''}")
 if rank == 0:
     from chapters.support.ch11 import figures
     from chapters.support.show import show, show_source
-say(f"{c} rank{'s' if c > 1 else ''}")
+
+    show(figures.plot_mask(8), "11_mask")
+
+# %% [markdown]
+# This is the table of scores of one head, cut into blocks. A row is a query, a column a key, and a query sees the keys
+# of its own token and of those before it. So there are three kinds of blocks. *Skipped* blocks lie right of the
+# diagonal: all of their keys come after all of their queries, and nobody computes them. *Full* blocks need no mask.
+# Only the blocks on the *diagonal* do. Of the 64 blocks here, 36 are computed.
+#
+# Both halves of the chapter go through such blocks: one device takes them one after another, and context parallelism
+# gives each device some rows of blocks. Among the strategies of this course it stands here:
+
+# %%
+if rank == 0:
+    from chapters.support.overview import draw_strategies
+
+    show(draw_strategies(["cp"]), "11_here")
 
 # %% [markdown]
 # ## 11.1 The online softmax
 #
-# A query $q_i$ has the scores $s_{ij} = q_i \cdot k_j / \sqrt{h/a}$ with the keys $j \le i$. Its output is the mean of
-# the values, weighted by the softmax of the scores:
+# *Core, 12 minutes.*
+#
+# A token has $h$ elements in $a$ heads. In one head a query $q_i$ has the scores $s_{ij} = q_i \cdot k_j / \sqrt{h/a}$
+# with the keys $j \le i$. Its output is the mean of the values, weighted by the softmax of the scores:
 #
 # $$o_i = \frac{\sum_j e^{s_{ij}}\, v_j}{\sum_j e^{s_{ij}}}.$$
 #
-# The scores of a layer are a table of $B a T^2$ values. For $T = 131\,072$ tokens and 32 heads in 16 bit that is 1.1 TB
-# per layer; the keys and values that they are made of have 2 GB (with $h = 4096$). Must the table exist? The formula
-# needs all scores of a row, and for stability their maximum, which is known only at the end.
+# For $B$ samples of $T$ tokens the scores of a layer are $B a T^2$ values. Must this table exist? The formula needs all
+# scores of a row, and for stability their maximum, which is known only at the end.
+#
+# **[Exercise 14](exercises/e14_online_softmax.py)** asks for attention over keys that come in blocks, one after the
+# other: `make exercises PYTEST="-k e14"`. Try it first, or after this section: its blocks have masks of every kind.
 #
 # Split the keys of a row into two parts. Each part alone has an output, and the logarithm of its denominator, its
 # *log-sum-exp*:
@@ -94,6 +89,9 @@ say(f"{c} rank{'s' if c > 1 else ''}")
 
 
 # %%
+from chapters.support.whole_runs import relative_difference
+
+
 def scores_of(q, k, diagonal):
     """Return the scores of a block. On the diagonal, where queries and keys are the same tokens, the mask applies."""
     scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5  # (..., rows, columns)
@@ -135,28 +133,69 @@ say("merged from 2, 4 and 96 parts, in any order: the softmax over all keys, to 
 # The last assertion is worth a second look. With the *final* $\lambda$ each probability is one exponential,
 # $p_{ij} = e^{s_{ij} - \lambda_i}$. Backward will use that.
 #
-# Papers and kernels often keep three quantities, the running maximum, the running sum and the unnormalized output, and
-# divide once at the end. That saves divisions. $\lambda$ is maximum plus logarithm of the sum, and is easier to send.
+# ### The kernels' form
+#
+# *Core, 4 minutes.*
+#
+# Papers and kernels keep three quantities in the place of $(o, \lambda)$: the running maximum $\mu$, the running sum
+# $\ell = \sum_j e^{s_j - \mu}$, and the *unnormalized* output $\tilde o = \sum_j e^{s_j - \mu} v_j$. A new block may
+# have a larger maximum $\mu'$. Then the old sum and the old output were taken with the wrong maximum, and both are
+# corrected by the same factor $e^{\mu - \mu'}$, before the block's terms are added:
+#
+# $$\ell' = e^{\mu - \mu'} \ell + \sum_{j \in \text{block}} e^{s_j - \mu'}, \qquad
+# \tilde o' = e^{\mu - \mu'} \tilde o + \sum_{j \in \text{block}} e^{s_j - \mu'} v_j .$$
+#
+# At the end, once, $o = \tilde o / \ell$ and $\lambda = \mu + \log \ell$. That saves the divisions of every block.
+
+
+# %%
+def attend_running(q, k, v, blocks):
+    """Return output and log-sum-exp of one head, and (maximum, sum, unnormalized output) after each block."""
+    top = np.full((len(q), 1), -np.inf)
+    total, unnormalized = np.zeros((len(q), 1)), np.zeros_like(q)
+    states = []
+    for columns in blocks:
+        scores = scores_of(q, k[columns], False)
+        new_top = np.maximum(top, scores.max(axis=1, keepdims=True))
+        correction = np.exp(top - new_top)  # at most 1; 0 for the first block
+        p = np.exp(scores - new_top)
+        total = correction * total + p.sum(axis=1, keepdims=True)
+        unnormalized = correction * unnormalized + p @ v[columns]
+        top = new_top
+        states.append((top, total, unnormalized))
+    return unnormalized / total, top + np.log(total), states
+
+
+blocks = np.split(np.arange(96), 8)
+running, running_lse, states = attend_running(3 * q, k, v, blocks)
+out, lse = attend(3 * q, k, v)
+assert relative_difference(running, out) < 1e-12 and relative_difference(running_lse, lse) < 1e-12
+say("maximum, sum and unnormalized output, over 8 blocks = output and log-sum-exp of all keys")
+if rank == 0:
+    row = int((states[4][0] - states[3][0]).argmax())  # the query whose maximum the fifth block raises most
+    history = [[float(array[row, 0]) for array in state] for state in states]
+    show(figures.plot_running(history, float(out[row, 0]), float(lse[row, 0])), "11_running")
+
+# %% [markdown]
+# The picture follows one query, and one element of its output. The fifth block raises the maximum (left), so the sum
+# and the unnormalized output of the first four are scaled down (middle). What both forms agree on, $\lambda$ and
+# $\tilde o / \ell$ (left and right), ends at the value of all keys. This chapter keeps $(o, \lambda)$: it is easier to
+# send.
 #
 # ## 11.2 Forward in blocks
 #
-# Cut the queries and the keys into blocks. A block of the table is then of one of three kinds:
-
-# %%
-if rank == 0:
-    show(figures.plot_mask(8), "11_mask")
-
-# %% [markdown]
-# *Skipped* blocks lie right of the diagonal: all of their keys come after all of their queries. They are never
-# computed. *Full* blocks need no mask. Only the blocks on the *diagonal* do. Of the 64 blocks here, 36 are computed.
+# *Core, 5 minutes.*
 #
-# Here is attention over all blocks. Heads are leading dims: $q$ is $(a_{kv}, a/a_{kv}, T, h/a)$, and $k$ and $v$ are
-# $(a_{kv}, 1, T, h/a)$. In *grouped-query attention* $a/a_{kv}$ heads of queries share one head of keys and values, and
-# NumPy's broadcasting shares it. `full` and `full_backward` are the version with the whole table
-# (`chapters/support/ch11/whole_table.py`), to compare with.
+# Now take the blocks of the first picture. Heads are leading dims: $q$ is $(a_{kv}, a/a_{kv}, T, h/a)$, and $k$ and $v$
+# are $(a_{kv}, 1, T, h/a)$. In *grouped-query attention* there are $a_{kv}$ heads of keys and values: $a/a_{kv}$ heads
+# of queries share one head of keys and values, and NumPy's broadcasting shares it. `full` and `full_backward` are the
+# version with the whole table (`chapters/support/ch11/whole_table.py`), to compare with.
 
 
 # %%
+from chapters.support.ch11.whole_table import full, full_backward, measure_memory_and_time
+
+
 def blockwise(q, k, v, b):
     """Return output and log-sum-exp of causal attention, in blocks of b tokens."""
     out, lse = np.zeros_like(q), np.full((*q.shape[:-1], 1), -np.inf, q.dtype)
@@ -182,6 +221,8 @@ say(f"T = {T}, {a} heads of queries, {a_kv} of keys: in blocks of 1, 5, {chunk} 
 
 # %% [markdown]
 # ## 11.3 Backward from the log-sum-exp
+#
+# *Core, 10 minutes.*
 #
 # Let $\mathrm{d}x$ be the gradient of the loss with respect to $x$. From $o_i = \sum_j p_{ij} v_j$ follow
 #
@@ -233,6 +274,8 @@ say("gradients of q, k and v from blocks = those from the whole table")
 # %% [markdown]
 # ## 11.4 On the scales
 #
+# *Deeper, 4 minutes.*
+#
 # Both versions, forward and backward, in float32 with four heads of 64 elements and blocks of 128 tokens: the peak of
 # the memory (`tracemalloc` sees NumPy's arrays), and the processor's time.
 
@@ -263,6 +306,8 @@ comm.barrier()
 #
 # ## 11.5 Tokens over ranks: the ring
 #
+# *Core, 20 minutes.*
+#
 # Now cut the sequence itself. Each of $c$ ranks holds all parameters, and $T/c$ tokens of *every* sample. Embedding,
 # norms, MLP, residual stream and loss work on each token alone: a rank does them for its own tokens, and all of their
 # memory is divided by $c$. Attention alone needs other tokens, and of those only keys and values.
@@ -282,9 +327,45 @@ if rank == 0:
     show(figures.plot_ring(4), "11_ring")
 
 # %% [markdown]
-# Which tokens does a rank hold? For a reason that 11.6 shows, we cut the sequence into $2c$ chunks and give each rank
-# two of them. *Contiguous* order gives rank $r$ the chunks $2r$ and $2r+1$; *zig-zag* order gives it $r$ and $2c-1-r$.
-# A pair of a query's chunk $i$ and a key's chunk $j$ is skipped if $j > i$, full if $j < i$, and on the diagonal if
+# First the simplest ring: one head, and rank $r$ holds the tokens $rT/c$ to $(r+1)T/c - 1$. All keys of a later rank
+# come after this rank's queries, so they are skipped; those of an earlier rank are a full block:
+
+
+# %%
+def start_pass(comm, array):
+    """Start to send an array to the right, and to receive the left neighbour's."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    return comm.isend(array, right), comm.irecv(np.empty_like(array), left)
+
+
+def finish_pass(messages):
+    sending, receiving = messages
+    sending.wait()  # before that, the array must not change
+    return receiving.wait()
+
+
+def simple_ring(comm, q, kv):
+    """Return output and log-sum-exp of one head: q (T/c, h/a), keys and values kv (2, T/c, h/a)."""
+    out, lse = np.zeros_like(q), np.full((len(q), 1), -np.inf)
+    for step in range(comm.size):
+        messages = start_pass(comm, kv) if step < comm.size - 1 else None  # under way while we compute
+        owner = (comm.rank - step) % comm.size  # whose keys and values are here
+        if owner <= comm.rank:
+            out, lse = merge(out, lse, *attend(q, *kv, diagonal=owner == comm.rank))
+        kv = finish_pass(messages) if messages else kv
+    return out, lse
+
+
+own = slice(rank * T // c, (rank + 1) * T // c)
+out, lse = simple_ring(comm, q[0, 0, own], np.stack([k[0, 0, own], v[0, 0, own]]))
+assert relative_difference(out, whole[0, 0, own]) < 1e-12
+say(f"a ring of one head over {c} ranks = one device")
+
+# %% [markdown]
+# That is ring attention. Two things make the general version longer: it has all heads, and it can give the tokens to
+# the ranks in two orders. For a reason that 11.6 shows, we cut the sequence into $2c$ chunks and give each rank two of
+# them. *Contiguous* order gives rank $r$ the chunks $2r$ and $2r+1$; *zig-zag* order gives it $r$ and $2c-1-r$. A pair
+# of a query's chunk $i$ and a key's chunk $j$ is skipped if $j > i$, full if $j < i$, and on the diagonal if
 # $j = i$. Arrays of chunks have one dim more in front: $q$ is $(2, a_{kv}, a/a_{kv}, T/2c, h/a)$, and $k$ and $v$
 # together are one array `kv` of $(2, 2, a_{kv}, 1, T/2c, h/a)$, so that one message carries both.
 
@@ -308,18 +389,6 @@ def pairs(r, owner, c, order):
                 yield x, y, i == j
 
 
-def start_pass(comm, array):
-    """Start to send an array to the right, and to receive the left neighbour's."""
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    return comm.isend(array, right), comm.irecv(np.empty_like(array), left)
-
-
-def finish_pass(messages):
-    sending, receiving = messages
-    sending.wait()  # before that, the array must not change
-    return receiving.wait()
-
-
 def ring_forward(comm, q, kv, order):
     """Return this rank's output and log-sum-exp."""
     r, c = comm.rank, comm.size
@@ -332,6 +401,13 @@ def ring_forward(comm, q, kv, order):
     return out, lse
 
 
+# %% [markdown]
+# Backward has the same loop, and the gradients of keys and values travel with them. **[Exercise
+# 15](exercises/e15_ring_backward.py)** asks for it. Write it before you open the next cell:
+# `make exercises PYTEST="-k e15"`.
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def ring_backward(comm, q, kv, out, lse, dout, order, short=False):
     """Return this rank's gradients of q and of kv. (`short` is a mistake, for 11.9.)"""
     r, c = comm.rank, comm.size
@@ -360,8 +436,9 @@ for order in ("contiguous", "zigzag"):
     say(f"{order} ring over {c} ranks = one device, with the gradients of q, k and v, to 1e-12")
 
 # %% [markdown]
-# Per layer a rank sends, with $u = N/c$ own tokens of $2h_{kv}$ elements, keys and values $c-1$ times in forward and
-# $c-1$ times in backward, and their gradients $c$ times: $2(c-1) + 2(c-1) + 2c$, so
+# A token's keys have $h_{kv} = h\,a_{kv}/a$ elements. Of all $N = BT$ tokens a rank has $u = N/c$. Per layer it sends
+# keys and values $c-1$ times in forward and $c-1$ times in backward, and their gradients $c$ times: $2(c-1) + 2(c-1) +
+# 2c$, so
 #
 # $$(6c - 4)\,u\,h_{kv} \text{ elements.}$$
 
@@ -374,14 +451,26 @@ say(f"each rank sent {sent:,} bytes = (6c - 4) u h_kv values of 8 bytes")
 # %% [markdown]
 # ## 11.6 Half of the ranks idle, and zig-zag
 #
+# *Core, 10 minutes.*
+#
 # Both orders are right. Which is fast? Count the scores that a rank computes in each step. The ring moves in lock-step:
 # who has finished waits for the keys of a neighbour who has not. So each step takes as long as its busiest rank, and
 # the
 #
 # $$\text{efficiency} = \frac{\text{all scores}}{c \cdot \sum_{\text{steps}} \max_r (\text{scores of rank } r)} .$$
+#
+# **Predict**: what is the efficiency of the contiguous ring on 8 ranks, for long sequences?
+
+# %%
+from chapters.support.predict import predict, reveal
+
+predict("efficiency of the contiguous ring", ...)  # replace the dots by your answer
 
 
 # %%
+from fractions import Fraction
+
+
 def scores_per_step(c, chunk, order):
     """Return the scores that each rank computes in each step, (steps, ranks), with chunks of so many tokens."""
     work = np.zeros((c, c), int)
@@ -404,6 +493,7 @@ for ranks in (1, 2, 3, 4, 8):
         assert efficiency(contiguous) == Fraction(ranks * u + 1, (2 * ranks - 1) * u + 1)
         assert efficiency(zig_zag) == 1 and len(set(zig_zag.sum(axis=0))) == 1
     say(f"c = {ranks}: contiguous {float(efficiency(contiguous)):.3f}, zig-zag {efficiency(zig_zag)}")
+reveal("efficiency of the contiguous ring", round(float(efficiency(contiguous)), 3), say)  # the last one: 8 ranks
 if rank == 0:
     work = {order: scores_per_step(4, 64, order) for order in ("contiguous", "zigzag")}
     show(figures.plot_balance({order: [held(r, 4, order) for r in range(4)] for order in work}, work), "11_balance")
@@ -430,6 +520,8 @@ if rank == 0:
 # measured rate has everything else in it as well.
 #
 # ## 11.7 Two rivals: all-gather and Ulysses
+#
+# *Core, 12 minutes.*
 #
 # **All-gather** (Llama 3, arXiv 2407.21783). Before attention every rank gathers all keys and values, and then attends
 # without further messages. In backward it gathers them again, computes terms of the gradients of *all* keys and values,
@@ -540,9 +632,12 @@ if rank == 0:
 #
 # ### What is hidden
 #
+# *Deeper, 5 minutes.*
+#
 # Bytes are not time. The ring's messages travel while the rank computes. In zig-zag order a forward step has $u^2/2$
 # scores per head (one sample), and its two products take four operations per score and element of a head, $2 u^2 h$
-# in all heads. Its message has $2 u h_{kv} w$ bytes. Without latency it is hidden if
+# in all heads. Its message has $2 u h_{kv}$ values of $w$ bytes, and a byte takes $\beta$ seconds. A
+# device does $S$ operations per second. Without latency the message is hidden if
 #
 # $$\frac{2 u^2 h}{S} \ge 2 u\, h_{kv}\, w\, \beta, \quad\text{that is, if}\quad u \ge S\,w\,\beta\,\frac{a_{kv}}{a} .$$
 
@@ -559,6 +654,8 @@ for name, (beta, tokens) in HIDDEN.items():
 # Ulysses has nothing to hide behind: its all-to-alls stand before and after attention. It wants fast links, as tp does.
 #
 # ## 11.8 Positions, targets and the mean
+#
+# *Core, 6 minutes.*
 #
 # Three things are easy to get wrong once the chunks of a sequence are scattered.
 #
@@ -577,8 +674,14 @@ for name, (beta, tokens) in HIDDEN.items():
 # Here is a whole attention layer around our ring: queries, keys and values of a sample, rotary positions, a loss, and
 # the gradients of the three weights. (Rotary positions turn pairs of a head's elements by angles proportional to the
 # position; backward turns back. The layer is in `chapters/support/ch11/ring_layer.py`.) The `mistakes` are for 11.9.
+#
+# **[Exercise 16](exercises/e16_context_parallel_batch.py)** asks for what a rank of cp must know about its tokens:
+# `make exercises PYTEST="-k e16"`.
 
 # %%
+from chapters.support.ch11.ring_layer import Layer, Ring, notice
+from minipar.comm import serial
+
 if rank == 0:
     show_source(Layer.loss_and_gradients)
 
@@ -593,6 +696,8 @@ say(f"a layer with rotary positions over {c} ranks = one device: the loss, and t
 
 # %% [markdown]
 # ## 11.9 Mistakes, and what notices them
+#
+# *Core, 8 minutes.*
 #
 # Four mistakes that frameworks have shipped, planted in the layer above:
 #
@@ -610,27 +715,45 @@ say(f"a layer with rotary positions over {c} ranks = one device: the loss, and t
 # We train each for 30 steps with Adam (chapter 2), and look with three instruments. **Loss**: is the last one off by
 # more than 10 %? **Bytes**: are they those of 11.5? **One device**: are the first step's loss and gradients its own?
 # (The three ratios say how long the first gradients are in the direction of the right ones.)
+#
+# **Predict**: mark what you expect in this table. How many of the four does the loss show?
+#
+# | | loss | bytes | one device |
+# | --- | --- | --- | --- |
+# | 1. loss times cp | ? | ? | ? |
+# | 2. one hop short | ? | ? | ? |
+# | 3. stale keys and values | ? | ? | ? |
+# | 4. positions from 0 | ? | ? | ? |
 
 # %%
-CATCHING = {
-    "nothing broken": ((), set()),
-    "1. loss times cp": (("loss",), {"one device"}),
-    "2. one hop short": (("hop",), {"bytes", "one device", "loss"}),
-    "3. stale keys and values": (("stale",), {"one device", "loss"}),
-    "4. positions from 0": (("positions",), {"one device"}),
+predict("mistakes that the loss shows", ...)
+
+# %%
+MISTAKES = {
+    "nothing broken": (),
+    "1. loss times cp": ("loss",),
+    "2. one hop short": ("hop",),
+    "3. stale keys and values": ("stale",),
+    "4. positions from 0": ("positions",),
 }
 right_losses, right, _ = toy.train(serial(), weights)
-for name, (mistakes, expected) in CATCHING.items():
+caught, curves = {}, {}
+for name, mistakes in MISTAKES.items():
     losses, gradients, sent = toy.train(comm, weights, mistakes)
-    ratios = [(g * one).sum() / (one * one).sum() for g, one in zip(gradients, right, strict=True)]
-    apart = max(relative_difference(g, one) for g, one in zip(gradients, right, strict=True))
-    noticed = {"loss"} if abs(losses[-1] / right_losses[-1] - 1) > 0.1 else set()
+    curves[name] = losses
+    ratios, noticed = notice(losses, gradients, right_losses, right)
     noticed |= {"bytes"} if sent != ring_elements * 8 else set()
-    noticed |= {"one device"} if max(apart, abs(losses[0] / right_losses[0] - 1)) > 1e-12 else set()
     shares = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     say(f"{name:<25} loss {losses[0]:.3f} -> {losses[-1]:.3f}; gradient / right one (q, k, v): {shares}")
     say(f"{'':<25} caught by: {', '.join(sorted(noticed)) or 'nothing'}")
-    assert noticed == (expected if c > 1 else set())
+    caught[name] = noticed
+reveal("mistakes that the loss shows", sum("loss" in noticed for noticed in caught.values()), say)
+if rank == 0:
+    show(figures.plot_losses(curves), "11_mistakes")
+
+# %%
+ANSWERS = ({"one device"}, {"one device", "bytes", "loss"}, {"one device", "loss"}, {"one device"})
+assert list(caught.values()) == [set(), *(ANSWERS if c > 1 else [set()] * 4)]
 
 # %% [markdown]
 # **Mistake 1** is invisible in the loss, to the last digit: Adam divides the gradient by its own size, so $c$ cancels.
@@ -646,9 +769,13 @@ for name, (mistakes, expected) in CATCHING.items():
 #
 # ## 11.10 The library's version
 #
+# *Deeper, 15 minutes.*
+#
 # Blockwise attention is `autograd/attention.py`. Its three functions are those of 11.1 to 11.3:
 
 # %%
+from minipar.autograd import attention
+
 if rank == 0:
     show_source(attention.merge, attention.attend_backward)
 
@@ -670,6 +797,13 @@ say("the library's attend and attend_backward = ours")
 # the messages leave:
 
 # %%
+from functools import partial
+
+from minipar.autograd import Tensor, causal_attention
+from minipar.parallel.context import METHODS, AllGatherAttention, RingAttention, block_attention
+from minipar.parallel.token_order import ContextParallel, visible
+from minipar.parallel.ulysses import UlyssesAttention
+
 if rank == 0:
     show_source(visible, RingAttention.backward)
 
@@ -706,6 +840,14 @@ for method in METHODS if c > 1 else ():
 # ranks have whole tables of some heads. The ring and the all-gather refuse that, because no rank has a table.
 
 # %%
+from minipar.comm import DeviceMesh
+from minipar.parallel.traffic import predicted_traffic
+from minipar.train.config import parse, resolve
+from minipar.train.data import load_tokens
+from minipar.train.from_config import step_layout
+from minipar.train.trainer import Trainer
+from minipar.train.verify import verify
+
 heads, length = c * -(-24 // c), 2 * c * -(-24 // c)  # c divides the heads, and 2c the tokens
 FLAGS = f"--layers 2 --hidden {4 * heads} --heads {heads} --seq-len {length} --dtype float64 --lr 3e-3 --eps 1e-6"
 text = load_tokens(None, vocab_size=256, seq_len=length)
@@ -728,6 +870,8 @@ for cp in (k for k in range(2, c + 1) if c % k == 0):
 #
 # ## 11.11 PyTorch's names
 #
+# *Deeper, 2 minutes.*
+#
 # | minipar | PyTorch | Megatron-LM and others |
 # | --- | --- | --- |
 # | `attend` | `scaled_dot_product_attention` | FlashAttention, with its `softmax_lse` |
@@ -738,9 +882,11 @@ for cp in (k for k in range(2, c + 1) if c % k == 0):
 # | `--context-parallel ulysses` | | `--cp-comm-type a2a`; DeepSpeed's `DistributedAttention` |
 # | zig-zag | its load balancer, "head-tail" | always on |
 #
-# The same in PyTorch: `chapters/pytorch/ch11.py`.
+# The same in PyTorch: [ch11.py](pytorch/ch11.py).
 #
 # ## 11.12 What to choose when
+#
+# *Core, 8 minutes.*
 #
 # Blockwise attention costs one more product in backward and saves the table: use it. The rest is a question of what is
 # too large. Per token a layer keeps about $34h$ bytes in 16 bit without the table of scores (Korthikanti et al. 2022;
@@ -757,8 +903,14 @@ for tokens, expected in ESTIMATES.items():
     assert (round(100 * share), round(everything), round(layers), round(one)) == expected
     shares = f"{100 * share:>18.0f} %{everything:>11,.0f} GB{layers:>10,.0f} GB{one:>9,.0f} GB"
     say(f"{tokens:>9,}{shares}{(layers + one) / 8:>17,.1f} GB")
+if rank == 0:
+    show(figures.plot_attention_share(2 ** np.arange(10, 21), (4096, 8192, 16_384), layers=32), "11_share")
 
 # %% [markdown]
+# On the left is attention's share of the operations, for three hidden sizes. It is one half at $T = 12h$: with $h =
+# 4096$ from 49,152 tokens on attention costs more than all matrices. The right side has the table's bytes, and an 80 GB
+# device as a line.
+#
 # | what is too large | choose | because |
 # | --- | --- | --- |
 # | activations, and tp is there | sequence parallelism (chapter 6) | it divides what tp leaves whole, same bytes |
@@ -793,6 +945,8 @@ for tokens, expected in ESTIMATES.items():
 #
 # ## 11.13 Problems
 #
+# *Deeper, 30 minutes.*
+#
 # 1. Two parts of a row have the log-sum-exps 2 and $2 + \ln 3$, and the outputs 1 and 5. What are log-sum-exp and
 # output of both together?
 #
@@ -813,6 +967,10 @@ for tokens, expected in ESTIMATES.items():
 #
 # ## 11.14 Answers
 #
+# *Deeper, 10 minutes.*
+#
+# <details><summary>Answers</summary>
+#
 # 1. $\lambda = \ln(e^2 + 3e^2) = 2 + \ln 4$; $o = \frac14 \cdot 1 + \frac34 \cdot 5 = 4$.
 #
 # 2. $u = 16\,384$ and $h_{kv} = 1024$. Ring: 44 times $16\,384 \cdot 1024$ values, 1.48 GB. All-gather: 42 times,
@@ -832,9 +990,9 @@ for tokens, expected in ESTIMATES.items():
 # 6. Yes: partial results merge in any order. Per step a rank sends $q$, $o$ and $\lambda$, $u(2h + a)$ values, instead
 # of $2u h_{kv}$ ones, and a hop home. That is never less, as $h_{kv} \le h$.
 #
-# Exercises 14 to 16 in chapters/exercises are about this chapter.
+# </details>
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 merged, both = merge(np.array([1.0]), np.array([2.0]), np.array([5.0]), 2 + np.log([3.0]))
 assert abs(merged[0] - 4) < 1e-12 and abs(both[0] - 2 - np.log(4)) < 1e-12
 elements = {name: share * 16_384 * 4096 for name, share in per_token(8, 4).items()}

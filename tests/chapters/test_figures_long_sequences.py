@@ -62,3 +62,21 @@ def test_a_crossover_plots_what_it_is_given():
     )
     lines = [[list(line.get_ydata()) for line in axes.lines] for axes in figure.axes]
     assert lines == [[[2, 3, 4], [1, 1, 1], [2, 3, 4]], [[2, 3, 4], [8, 8, 8], [16, 24, 32]]]
+
+
+def test_running_sums_are_drawn_with_their_quotients():
+    left, middle, right = figures.plot_running([[1.0, 1.0, 3.0], [2.0, 2.0, 4.0]], output=2.0, lse=2.5).axes
+    assert [list(line.get_ydata()) for line in middle.lines] == [[1.0, 2.0], [3.0, 4.0]]
+    assert list(left.lines[1].get_ydata()) == [1.0, 2.0 + np.log(2.0)]
+    assert list(right.lines[0].get_ydata()) == [3.0, 2.0]
+
+
+def test_losses_of_runs_are_drawn_with_their_names():
+    (axes,) = figures.plot_losses({"right": [3.0, 2.0], "wrong": [3.0, 4.0]}).axes
+    assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {"right": [3, 2], "wrong": [3, 4]}
+
+
+def test_attention_has_half_of_the_operations_at_twelve_times_the_hidden_size():
+    left, right = figures.plot_attention_share(np.array([12, 24]), (1, 2), layers=1).axes
+    assert left.lines[0].get_ydata()[0] == left.lines[2].get_ydata()[1] == 50
+    assert [line.get_label() for line in right.lines[:3]] == ["all activations", "recomputed", "one layer"]

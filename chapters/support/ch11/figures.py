@@ -1,4 +1,4 @@
-"""Draw for chapter 11: a mask (11.2), costs (11.4), a ring (11.5), balance (11.6), the rivals (11.7)."""
+"""Draw for chapter 11: a mask, running sums, costs (11.4), a ring, balance, rivals (11.7), attention's share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from chapters.support.draw import RANKS, box, finish, show_cells
-from visualize.style import BLUE, GREY, INK, MINT, PAPER, VERMILION, Picture, picture
+from visualize.style import BLUE, GREEN, GREY, INK, LINES, MINT, PAPER, VERMILION, Picture, picture
 
 
 def _block(axes: Axes, row: int, column: int, colour: str) -> None:
@@ -154,4 +154,62 @@ def plot_crossover(
         finish(axes, title, xlabel="c, ranks of cp", ylim=(0, None), xticks=ranks[::2])
     panels[0].set_ylabel("elements sent per token, in h", fontsize=8)
     panels[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def plot_running(history: Sequence[Sequence[float]], output: float, lse: float) -> Picture:
+    """Plot the running maximum, sum and unnormalized output of one query after each block, and where they end.
+
+    history: these three after each block; output, lse: over all keys. Of the output one element is drawn.
+    """
+    figure = picture(8.2, 2.6)
+    left, middle, right = figure.subplots(1, 3)
+    blocks = np.arange(1, len(history) + 1)
+    top, total, unnormalized = np.array(history).T
+    left.plot(blocks, top, color=VERMILION, marker="o", markersize=3.5, label="maximum")
+    left.plot(blocks, top + np.log(total), color=BLUE, marker="s", markersize=3.5, label="log-sum-exp")
+    left.axhline(lse, color=INK, linewidth=0.8, linestyle="--")
+    middle.plot(blocks, total, color=GREEN, marker="o", markersize=3.5, label="sum")
+    middle.plot(blocks, unnormalized, color=VERMILION, marker="s", markersize=3.5, label="unnormalized output")
+    right.plot(blocks, unnormalized / total, color=BLUE, marker="s", markersize=3.5, label="unnormalized / sum")
+    right.axhline(output, color=INK, linewidth=0.8, linestyle="--", label="over all keys")
+    for axes, title in ((left, "maximum"), (middle, "sums with this maximum"), (right, "divided")):
+        axes.margins(y=0.3)
+        finish(axes, title, legend="best", size=7.5, xlabel="blocks so far", xticks=blocks)
+    return figure
+
+
+def plot_losses(runs: Mapping[str, Sequence[float]]) -> Picture:
+    """Plot the losses of runs over their steps; the first is the right one."""
+    figure = picture(6.6, 3.0)
+    axes = figure.add_subplot()
+    for (name, losses), colour in zip(runs.items(), (INK, *LINES), strict=False):
+        width, alpha = (4, 0.35) if colour == INK else (1.4, 1)
+        axes.plot(losses, color=colour, linewidth=width, alpha=alpha, label=name)
+    finish(axes, "loss", legend="best", size=7.5, xlabel="step", ylim=(0, None))
+    return figure
+
+
+def plot_attention_share(tokens: np.ndarray, widths: Sequence[int], layers: int) -> Picture:
+    """Plot attention's share of a layer's operations over T, and the bytes of activations for the first width.
+
+    widths: hidden sizes h; the share is T / (T + 12 h). Activations have 34 h bytes per token and layer.
+    """
+    figure = picture(8.2, 3.0)
+    left, right = figure.subplots(1, 2)
+    for width, colour in zip(widths, LINES, strict=False):
+        left.plot(tokens, 100 * tokens / (tokens + 12 * width), color=colour, linewidth=2, label=f"h = {width:,}")
+        left.plot([12 * width], [50], color=colour, marker="o")
+    left.axhline(50, color=GREY, linewidth=0.8, linestyle="--")
+    finish(left, "attention's share of the operations, %", legend="upper left", xlabel="T, tokens", ylim=(0, 100))
+    per_token = {"all activations": 34 * layers, "recomputed": 2 * layers, "one layer": 34}
+    for (name, factor), colour in zip(per_token.items(), LINES, strict=False):
+        right.plot(tokens, tokens * widths[0] * factor / 1e9, color=colour, linewidth=2, label=name)
+    right.plot(
+        tokens, tokens * widths[0] * (2 * layers + 34) / 8e9, color=INK, linestyle=":", label="recomputed, c = 8"
+    )
+    right.axhline(80, color=GREY, linewidth=0.8, linestyle="--", label="80 GB")
+    finish(right, f"GB of one sample, h = {widths[0]:,}", legend="upper left", xlabel="T, tokens", yscale="log")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
     return figure

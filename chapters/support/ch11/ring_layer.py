@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from chapters.support.whole_runs import relative_difference
+
 
 class Ring(NamedTuple):
     """The chapter's functions."""
@@ -94,3 +96,21 @@ class Layer:
                 square += 0.05 * (gradient**2 - square)
                 value -= 0.02 * mean / (1 - 0.9**step) / (np.sqrt(square / (1 - 0.95**step)) + 1e-12)
         return losses, first, sent
+
+
+def notice(
+    losses: Sequence[float], gradients: Sequence[np.ndarray], right_losses: Sequence[float], right: Sequence[np.ndarray]
+) -> tuple[list[float], set[str]]:
+    """Compare a run with one device. Return the lengths of its gradients in units of the right ones, and who notices.
+
+    These are "loss" if the last one is off by more than 10 %, and "one device" if the first step's
+    loss or a gradient differs beyond rounding.
+    """
+    ratios = [float((g * one).sum() / (one * one).sum()) for g, one in zip(gradients, right, strict=True)]
+    apart = max(relative_difference(g, one) for g, one in zip(gradients, right, strict=True))
+    noticed = set()
+    if abs(losses[-1] / right_losses[-1] - 1) > 0.1:
+        noticed.add("loss")
+    if max(apart, abs(losses[0] / right_losses[0] - 1)) > 1e-12:
+        noticed.add("one device")
+    return ratios, noticed
