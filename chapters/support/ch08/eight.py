@@ -1,4 +1,4 @@
-"""Run layouts on eight ranks: train (8.3), trace (8.4), time (8.5), stop and resume (8.6), mistakes (8.7).
+"""Run layouts on eight ranks: train and write (8.3), trace (8.4), time (8.5), stop and resume (8.6), mistakes (8.7).
 
 A layout is given as flags of the command line. `on_eight` runs a function on eight ranks: on those of mpirun if it
 started eight, else on eight threads of rank 0. Results are JSON's, so that they can be gathered.
@@ -18,9 +18,10 @@ from chapters.support.share_work import from_all, shared
 from chapters.support.training import configuration, make_trainer
 from chapters.support.whole_runs import compare, layer_scales, relative_difference
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
+from minipar.generate import generate, load
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
-from minipar.train.data import load_tokens
+from minipar.train.data import Tokens, load_tokens
 from minipar.train.from_config import step_layout
 from minipar.train.recording import Recorder
 from minipar.train.resume import check_checkpoint, find_checkpoint
@@ -143,6 +144,27 @@ def record(comm: Communicator, kind: type[Trainer], directory: str) -> list[floa
     trainer = trainer_on(comm, flags, 50, kind)
     Recorder(trainer, directory)
     return [result.loss for result in trainer.train()]
+
+
+SENTENCE = b"The big dwarf only jumps. "
+WRITER = "--layers 2 --hidden 32 --heads 4 --seq-len 16 --vocab-size 256 --dtype float64 --lr 1e-2 --global-batch 8"
+
+
+def learn(comm: Communicator, flags: str, steps: int, directory: str) -> float:
+    """Train on SENTENCE, over and over, and save a checkpoint; return the last loss."""
+    config = configuration(f"{WRITER} --steps {max(steps, 1)} {flags}", comm.size)
+    mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in AXES})
+    trainer = Trainer(config, mesh, Tokens(np.frombuffer(100 * SENTENCE, np.uint8), "a sentence", 256, None))
+    results = [trainer.step(step) for step in range(steps)]
+    trainer.save(directory, steps)
+    return results[-1].loss if results else float("nan")
+
+
+def text_of(directory: str, count: int = 60) -> str:
+    """Return what the model of a checkpoint writes after "The": at each place the likeliest byte."""
+    prompt = list(b"The")
+    written = generate(load(directory), prompt, count, temperature=0.0, top_k=256, seed=0)
+    return bytes(written).decode(errors="replace")
 
 
 def stop_and_save(comm: Communicator, flags: str, directory: str) -> None:

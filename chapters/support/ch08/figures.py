@@ -1,4 +1,4 @@
-"""Draw for chapter 8: the grid (8.1), layouts (8.3), axes on slow links (8.5), a checkpoint's files (8.6)."""
+"""Draw for chapter 8: one machine, the grid (8.1), what ranks hold (8.2), layouts (8.3), links (8.5), files (8.6)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +12,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from chapters.support.draw import finish, legend_outside, note, patches
 from visualize import parse_trace, plot_timeline
 from visualize.mesh import LOOKS
+from visualize.plan import MEMORY
 from visualize.style import GREY, INK, LINES, MINT, PAPER, SKY, YELLOW, Picture, picture, signed_percent, tidy
 
 MARKS = "os^vDP"
@@ -19,6 +20,83 @@ EPSILON = 2.0**-52
 REST = "#D9D9D9"  # what all bars have
 FILES = (SKY, YELLOW, MINT, REST)  # the colour and the hatching of each rank's file
 HATCHES = ("", "///", "...", "xxx")
+
+
+def plot_machine(
+    places: Mapping[str, tuple[Mapping[str, float], float | None]], room: float, used: float, most: float
+) -> Picture:
+    """Draw the memory of the fullest GPU in each layout, in parts, against what it has, and the seconds of a step.
+
+    places  {layout: ({part: bytes}, seconds of a step, or None if it does not fit)}
+    room    bytes of a GPU;  used  the share of them that a program can use;  most  where a longer bar is cut
+    """
+    figure = picture(10.0, 1.2 + 0.36 * len(places))
+    axes = figure.add_subplot()
+    for place, (parts, seconds) in enumerate(places.values()):
+        left, total = 0.0, sum(parts.values())
+        for part, colour in MEMORY.items():
+            width = min(parts[part], most - left)
+            axes.barh(place, width / 1e9, 0.68, left / 1e9, color=colour, edgecolor="white", linewidth=0.6)
+            left += width
+        verdict = "does not fit" if seconds is None else f"fits, {seconds:.1f} s a step"
+        arrow = "$\\rightarrow$ " if total > most else ""
+        weight = "normal" if seconds is None else "bold"
+        look = {"weight": weight, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0}}
+        note(axes, f"{arrow}{total / 1e9:.0f} GB, {verdict}", (left / 1e9, place), (5, 0), va="center", **look)
+    axes.axvline(room / 1e9, color=INK, linestyle="--", linewidth=1.4)
+    axes.axvline(used * room / 1e9, color=INK, linestyle=":", linewidth=1.4)
+    axes.set_yticks(range(len(places)), list(places), fontsize=9)
+    axes.invert_yaxis()
+    label = f"GB on the fullest GPU (dashed: its {room / 1e9:.0f} GB; dotted: {used:.0%} of them)"
+    finish(axes, xlim=(0, most / 1e9 * 1.42), xlabel=label, bars="y")
+    legend_outside(figure, patches(MEMORY))
+    return figure
+
+
+def plot_held(cut: Sequence[int], whole: Sequence[int], updated: Sequence[int], names: Sequence[str]) -> Picture:
+    """Draw for each rank the parameters that it holds, cut by tp and not cut, and below them those that it updates."""
+    figure = picture(9.0, 3.9)
+    axes = figure.add_subplot()
+    for rank in range(len(names)):
+        axes.barh(rank - 0.18, cut[rank], 0.34, color=SKY, edgecolor="white")
+        axes.barh(rank - 0.18, whole[rank], 0.34, cut[rank], color=YELLOW, edgecolor="white")
+        axes.barh(rank + 0.2, updated[rank], 0.3, color=MINT, edgecolor="white", hatch="///")
+        note(
+            axes,
+            f"{cut[rank] + whole[rank]:,}",
+            (cut[rank] + whole[rank], rank - 0.18),
+            (5, 0),
+            va="center",
+            fontsize=8,
+        )
+        note(axes, f"{updated[rank]:,}", (updated[rank], rank + 0.2), (5, 0), va="center", fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.invert_yaxis()
+    finish(axes, xlim=(0, 1.12 * max(map(sum, zip(cut, whole, strict=True)))), xlabel="parameters", bars="y")
+    legend_outside(
+        figure, patches({"held, cut by tp": SKY, "held, the same in a tp row": YELLOW, "updated here": MINT})
+    )
+    return figure
+
+
+def plot_noticed(noticed: Mapping[str, set[str]], instruments: Sequence[str]) -> Picture:
+    """Draw which instrument noticed each mistake: a filled box where it did."""
+    figure = picture(7.0, 0.7 + 0.36 * len(noticed))
+    axes = figure.add_subplot()
+    for row, found in enumerate(noticed.values()):
+        for column, instrument in enumerate(instruments):
+            did = instrument in found
+            box = Rectangle((column - 0.45, row - 0.4), 0.9, 0.8, facecolor=SKY if did else "white", edgecolor=GREY)
+            axes.add_patch(box)
+            axes.text(column, row, "noticed" if did else "silent", ha="center", va="center", fontsize=8, color=INK)
+    axes.set_xticks(range(len(instruments)), instruments, fontsize=9)
+    axes.set_yticks(range(len(noticed)), list(noticed), fontsize=9)
+    axes.set(xlim=(-0.6, len(instruments) - 0.4), ylim=(len(noticed) - 0.45, -0.55))
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return figure
 
 
 def plot_grid(sizes: Mapping[str, int], per_host: int) -> Picture:
