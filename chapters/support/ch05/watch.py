@@ -191,11 +191,18 @@ class NeverFrees(FullyShardedDataParallel):
         super().__init__(*arguments, **options)
         for unit in self.buckets:
             unit.reshard = partial(keep, unit)  # type: ignore[method-assign]
+            unit.unshard = partial(gather_again, unit)  # type: ignore[method-assign]
 
 
 def keep(unit: Unit) -> None:
     """Forget that a unit is gathered, and leave its parameters as they are."""
     unit.gathering = None
+
+
+def gather_again(unit: Unit) -> None:
+    """Start to gather a unit, without the check that would refuse a parameter that still has values."""
+    if unit.gathering is None:
+        unit.gathering = unit.gather()
 
 
 def examine(run: Run, plain: Run, right: Run) -> set[str]:
