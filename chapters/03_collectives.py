@@ -366,7 +366,7 @@ if rank == 0:
 # *Deeper, 6 minutes.*
 #
 # The library's version adds any number of ranks. Where $p$ is not a power of two, the extra ranks first hand their data
-# to a neighbour and wait for the result (`fold`, `unfold`). `virtual` is then a rank's number among those that are left.
+# to a neighbour and wait for the result (`fold`, `unfold`). `virtual` is then a rank's number among the others.
 # `recursive_halving_all_reduce` is built in the same way.
 #
 # **Trees.** In a binary tree the leaves send their arrays up, each inner rank adds, and the sum comes back down:
