@@ -332,8 +332,8 @@ say(f"{len(cases)} layouts of GPT-3: bytes over tp, pp and dp == the planner's")
 # %% [markdown]
 # Now the wires. An A100 sends 300 GB/s to the other seven of its host (NVLink), and 25 GB/s through its network card to
 # all others. A program gets some 80 % of both. A product gets, say, 75 % of 312 TFLOP/s: $S = 234\cdot10^{12}$. Then
-# all of this section hangs on one number for each link, $S\beta$: **the operations that the GPU could have done while
-# one byte was on the wire**.
+# this section depends on one value for each link, $S\beta$: **the operations that the GPU could have done while one
+# byte was on the wire**.
 
 # %%
 S, balance = {}, {}  # of each GPU: operations per second; S beta on NVLink and on the network
@@ -363,17 +363,17 @@ assert round(S["a100"] / GPUS["a100"].memory_bandwidth) == 115  # 9.4's third wi
 # The number of tokens is in neither. A larger batch does not help tp, only a larger $h$, or a faster wire.
 #
 # **dp.** The all-reduce of $2\Psi'$ bytes sends up to $4\Psi'$, and the last microbatch's backward has $4\Psi' BT$
-# operations to hide it behind: it hides if $BT > S\beta$ tokens (with one member of the sum per host, as with tp 8;
-# with $k$ members $k$ rings share the bytes, and $S\beta/k$ tokens are enough). ZeRO-1's reduce-scatter hides behind
-# that backward ($BT > S\beta/2$), its gather behind the next step's first forward, of $2\Psi' BT$ operations ($BT >
-# S\beta$). ZeRO-3 sends $6\Psi'$ with *every* microbatch, beside its $6\Psi' BT$ operations: $BT > S\beta$ again, each
-# time.
+# operations to hide it behind: it hides if a microbatch has more than $S\beta$ tokens. This assumes one rank per host
+# in the sum, as with tp 8. With $k$ ranks per host $k$ network cards share the bytes, and $S\beta/k$ tokens are enough.
+# ZeRO-1's reduce-scatter hides behind that backward ($BT > S\beta/2$), its gather behind the next step's first forward,
+# of $2\Psi' BT$ operations ($BT > S\beta$). ZeRO-3 sends $6\Psi'$ with *every* microbatch, beside its $6\Psi' BT$
+# operations: $BT > S\beta$ again, each time.
 #
 # **Latencies** come on top. In a ring of $d$ ranks a gather or a reduce-scatter takes $d - 1$ messages, one after the
 # other: $(d-1)\,\alpha$ seconds for each layer, however few its bytes are. $\alpha$ is 14 µs on the network, 3.4 µs on
-# NVLink; in a ring with $k$ members on each host $k - 1$ of $k$ messages cost NVLink's. A layer of the 7.5B with tp 8
-# has 50 MB of gradients on each rank, 2.5 ms on the network: from 180 replicas on the latencies are the larger part. A
-# smaller batch leaves less computation beside them, and they stay.
+# NVLink; if $k$ ranks of the ring share a host, one message in $k$ crosses the network; the others cost NVLink's. A
+# layer of the 7.5B with tp 8 has 50 MB of gradients on each rank, 2.5 ms on the network: from 180 replicas on the
+# latencies are the larger part. A smaller batch leaves less computation beside them, and they stay.
 #
 # Predict for GPT-3 ($h$ = 12288, 12 layers per stage, tp 8): which axis can bear the network?
 
@@ -827,7 +827,7 @@ for name, choice in zip(EXPECTED, shared(comm, recommended, [(name,) for name in
 # 1. $\Psi$ = 12,858,214,400. Parameters and gradients take $4\Psi$ = 51.4 GB, activations $34 \cdot 2048 \cdot 5120
 # \cdot 40$ = 14.3 GB. Of 73.6 GB 7.9 remain for $12\Psi/d$: $d \ge$ **20** (73.4 GB; $d$ = 19 needs 73.8).
 #
-# 2. $S\beta$ = **18,544** tokens, nine sequences of 2048. Price of tp 8: $7 \cdot 2060 / (3 \cdot 8192)$ = **59 %** of
+# 2. $S\beta$ = **18,544** tokens, ten sequences of 2048. Price of tp 8: $7 \cdot 2060 / (3 \cdot 8192)$ = **59 %** of
 # forward. Flash attention does not help, a larger $h$ does.
 #
 # 3. $15/(m + 15) > 1/10$ means $m < 135$: $d$ = **8** ($m$ = 128, 0.105). With $v = 4$, $3.75/(m + 3.75) > 1/10$ means

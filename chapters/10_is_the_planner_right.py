@@ -175,8 +175,8 @@ assert all(abs(prediction / run - 1) < 0.05 for prediction, run in modelled.valu
 assert all(isclose(prediction, run, rel_tol=1e-9) for prediction, run in collectives)
 
 # %% [markdown]
-# To rounding, but for pipelines some of whose hops leave a host while others do not: the planner takes the slower link
-# for all of them, and is 2 or 3 % too high.
+# They agree to rounding, with one exception: pipelines of which only some hops leave a host. The planner takes the
+# slower link for all of them, and is 2 or 3 % too high.
 #
 # ## 10.3 This machine
 #
@@ -273,7 +273,7 @@ if rank == 0:
 #
 # ## 10.5 Published runs
 #
-# The price of a GPU is not tested so far. These runs were printed:
+# So far nothing has tested the constants of a GPU. The following measurements are published:
 #
 # - **Narayanan et al. 2021** (arXiv 2104.04473): TFLOP/s per A100, recomputation included. Table 1: 1F1B, no ZeRO, full
 # recompute. Table 2: the same in three axes, and ZeRO-3 without a pipeline and without tp. Figure 15: 5.9B with tp 2,
@@ -290,9 +290,10 @@ if rank == 0:
 # tokens, attention that keeps no scores. Their layouts are not printed, so the planner's best one stands in; for 7B and
 # 70B neither is the number of GPUs: we take 256 and 2048.
 #
-# Who trained? A `Program` pairs a `Framework` with the shares of the data sheet that it reaches. `megatron` is chapter
-# 9's, as it is today. `megatron-2021` hides nothing over tp or dp. `deepspeed-2021` sends as fast as *one* network card
-# of each host, and hides no reduction either. `llama-3` keeps of a layer what no elementwise kernel can compute again.
+# Which program trained? A `Program` pairs a `Framework` with the shares of the data sheet that it reaches. `megatron`
+# is chapter 9's, as it is today. `megatron-2021` hides nothing over tp or dp. `deepspeed-2021` sends as fast as *one*
+# network card of each host, and hides no reduction either. `llama-3` keeps of a layer what no elementwise kernel can
+# compute again.
 #
 # One row by hand: Narayanan's 145B, 148 TFLOP/s per GPU as printed. Their layout is tp 8, pp 8, so 1536 GPUs are 24
 # replicas; 2304 sequences are 48 microbatches of 2 for each. The planner says 154. Then all rows, the worst first:
@@ -325,10 +326,10 @@ assert all(0.65 < x < 1 for x in ratios["Touvron 2023"])
 
 # %% [markdown]
 # **ZeRO-3, four times too fast.** This is the worst miss, and the most useful one. With chapter 9's program ZeRO-3
-# beats three axes in every row of table 2. As printed it loses every row, and on the most GPUs it has a third of their
-# speed. No constant does that. A ring through each of a host's eight cards, or one ring: with one, and reductions after
-# backward, all six rows come within 9 %, and in the printed order. These two habits were *inferred* from the six rows.
-# What other data would say is open.
+# beats three axes in every row of table 2. In the printed runs it loses every row, and on the most GPUs it has a third
+# of their speed. No constant does that. A ring through each of a host's eight cards, or one ring: with one, and
+# reductions after backward, all six rows come within 9 %, and in the printed order. These two habits were *inferred*
+# from the six rows. What other data would say is open.
 #
 # **Figure 15.** With one microbatch the gradients' sum is most of the step, and it took longer than even
 # `megatron-2021` says. One ring instead of four would explain it, and would make figure 14 wrong, where two stages take

@@ -14,7 +14,7 @@
 #
 # All runs so far were float32 or float64. Large models are trained in 2 bytes: activations take half the memory, and
 # half the bytes where they are sent, and matrix products are many times as fast on hardware that is made for them. A
-# weight then has 8 bits of mantissa, so it knows its value to two or three decimal digits. It is surprising that this
+# bf16 weight then has 7 bits of mantissa and the leading 1, two or three decimal digits. It is surprising that this
 # works, and it works only because a few values are *not* kept in 2 bytes. Most bugs of this kind are one of three:
 #
 # - a small update is added to a large weight, and nothing happens;
@@ -24,8 +24,8 @@
 # - a sum has many terms, and the precision of its partial sums is that of the terms.
 #
 # This chapter shows each on plain arrays, then the remedy (master weights, loss scaling, sums in float32), and then
-# what the library does and where it rounds. The 16 bytes of chapter 5 become real, and a training that we construct
-# learns on 96 ranks and fails on 384.
+# what the library does and where it rounds. The 16 bytes of chapter 5 become real, and we construct a run that learns
+# on 96 ranks and fails on 384.
 #
 # **Letters:** $p$ ranks that sum an array, or terms of a sum; $r$ one of them; $d$ ranks of dp; $P$ ranks of this run;
 # $\Psi$ parameters of the model; $G$ a gradient, $\theta$ a weight, $\eta$ the learning rate.
@@ -253,10 +253,10 @@ if rank == 0:
 # ## 13.3 Sixteen bytes, eighteen, twenty
 #
 # Now count. Weight 2 bytes, gradient 2 bytes, master 4, two moments 4 each: $2 + 2 + 12 = 16$ bytes per parameter, as
-# in the ZeRO paper (chapter 5). One of these 2 is not without risk. Gradients of several microbatches are added up, and
-# a sum in bf16 loses terms as a weight loses updates. So most frameworks add up in fp32: $2 + 4 + 12 = 18$ bytes. That
-# is the library's default; `--gradients bf16 --reduce-dtype bf16` gives the 16. The second flag is about sums over
-# ranks (13.5). If the two differ, plain data parallelism has the gradient in both: 20.
+# in the ZeRO paper (chapter 5). The gradient's 2 bytes are risky. Gradients of several microbatches are added up, and a
+# sum in bf16 loses terms as a weight loses updates. So most frameworks add up in fp32: $2 + 4 + 12 = 18$ bytes. That is
+# the library's default; `--gradients bf16 --reduce-dtype bf16` gives the 16. The second flag is about sums over ranks
+# (13.5). If the two differ, plain data parallelism has the gradient in both: 20.
 #
 # The ledger of chapter 5 says what a run really holds. Here a small GPT trains over our ranks at each ZeRO stage:
 
@@ -529,13 +529,13 @@ if rank == 0:
 
 # %% [markdown]
 # Left: the partial sums of one element whose first term is $p - 1$ times as large as the others and has the other sign
-# (here $p$, and then $p - 1$ times $-1$). With 96 terms the sum comes down. With 384 it stands still: 1 is half an ulp
-# of 384, 383 would be the middle between two bf16 values, and 384 is the even one. Right: with 96 ranks the squared
-# distance to the solution falls to a tenth, and stays there, because terms that are no whole numbers are rounded in
-# each addition. With 384 it ends *farther* away than it began: much of what the 383 ranks say is lost, and $\theta$
-# moves until the rest is balanced. With sums in fp32 both arrive, with the same gradients in bf16. What counts is not
-# the precision of the terms, but that of the sum. (The printed lines have 12 and 48 ranks as well: the fewer the ranks,
-# the nearer they come.)
+# (here $p$, and then $p - 1$ times $-1$). With 96 terms the sum comes down. With 384 it stands still. Near 384 bf16
+# values are 2 apart: 383 lies halfway between 382 and 384, and the tie goes to the even mantissa, 384. Right: with 96
+# ranks the squared distance to the solution falls to a tenth, and stays there, because terms that are no whole numbers
+# are rounded in each addition. With 384 it ends *farther* away than it began: much of what the 383 ranks say is lost,
+# and $\theta$ moves until the rest is balanced. With sums in fp32 both arrive, with the same gradients in bf16. What
+# counts is not the precision of the terms, but that of the sum. (The printed lines have 12 and 48 ranks as well: the
+# fewer the ranks, the nearer they come.)
 #
 # Be careful with the other direction: that a run trains well with bf16 sums on 4 ranks (13.8) proves nothing about 512.
 #
