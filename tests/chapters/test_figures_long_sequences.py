@@ -76,7 +76,7 @@ def test_losses_of_runs_are_drawn_with_their_names():
     assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {"right": [3, 2], "wrong": [3, 4]}
 
 
-def test_attention_has_half_of_the_operations_at_twelve_times_the_hidden_size():
+def test_attention_is_half_of_the_operations_at_12_hidden_sizes():
     left, right = figures.plot_attention_share(np.array([12, 24]), (1, 2), layers=1).axes
     assert left.lines[0].get_ydata()[0] == left.lines[2].get_ydata()[1] == 50
     assert [line.get_label() for line in right.lines[:3]] == ["all activations", "recomputed", "one layer"]

@@ -7,7 +7,7 @@ from training import MLP, small_gpt
 from minipar import nn
 from minipar.errors import UsageError
 from minipar.nn import SGD, AdamW, Linear, Module, Parameter, clip_grad_norm
-from minipar.parallel.placement import place
+from minipar.parallel.placement import attach_placements
 
 WRONG = {
     "lr": [float("nan"), -1e-3, float("inf"), None, "1e-3"],
@@ -84,13 +84,13 @@ class Twice(Module):
         self.one, self.two = Linear(4, 4, name="fc"), Linear(4, 4, name=second, **options)
 
 
-@pytest.mark.parametrize("see", [place, lambda model: AdamW(model.parameters())])
+@pytest.mark.parametrize("see", [attach_placements, lambda model: AdamW(model.parameters())])
 def test_two_layers_of_one_name_are_refused(see):
     with pytest.raises(UsageError, match=r'by the name "fc.weight" and seed 0.*: give each layer a name of its own'):
         see(Twice())
 
 
-@pytest.mark.parametrize("see", [place, lambda model: AdamW(model.parameters())])
+@pytest.mark.parametrize("see", [attach_placements, lambda model: AdamW(model.parameters())])
 @pytest.mark.parametrize("options", [{"second": "fc2"}, {"seed": 1}])
 def test_layers_of_other_names_or_seeds_are_fine(see, options):
     model = Twice(**options)
@@ -104,14 +104,14 @@ def test_layers_of_one_name_and_other_shapes_are_refused():
             self.one, self.two = Linear(4, 4, name="fc", bias=False), Linear(4, 8, name="fc", bias=False)
 
     with pytest.raises(UsageError, match=r"of shapes \(4, 4\) and \(4, 8\)"):
-        place(Shapes())
+        attach_placements(Shapes())
 
 
 def test_one_layer_in_two_places_is_one_layer():
     model = Twice("other")
     model.again = model.one
-    place(model)
-    place(small_gpt())
+    attach_placements(model)
+    attach_placements(small_gpt())
 
 
 # ---- what an optimizer is given --------------------------------------------------------------------------------------

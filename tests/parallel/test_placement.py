@@ -18,9 +18,9 @@ from minipar.parallel.placement import (
     Placement,
     Replicate,
     Shard,
+    attach_placements,
     bucket_slice,
     elements_of,
-    place,
     placement_of,
     update,
 )
@@ -117,9 +117,9 @@ def test_with_more_ranks_than_elements_a_shard_is_empty():
 
 def test_place_records_the_serial_names_and_shapes_once():
     model = small_gpt()
-    place(model)
+    attach_placements(model)
     update(model.wpe.weight, pp=3)
-    place(model)
+    attach_placements(model)
     placements = {name: p.placement for name, p in model.named_parameters()}
     assert all((placement.name, placement.shape) == (name, model.state_dict()[name].shape)
                for name, placement in placements.items())  # fmt: skip
@@ -129,7 +129,7 @@ def test_place_records_the_serial_names_and_shapes_once():
 def test_a_layer_made_parallel_first_gets_the_models_name():
     model = MLP()
     model.first.weight.placement = Placement("", (3, 5), Shard(0, 1, 1, 5))
-    place(model)
+    attach_placements(model)
     assert placement_of(model.first.weight) == Placement("first.weight", (3, 5), Shard(0, 1, 1, 5))
 
 
@@ -179,7 +179,7 @@ def test_the_table_names_a_wrappers_model_as_the_remedy():
 
 def test_a_parameter_that_nobody_placed_is_named_with_the_remedy():
     p = Parameter(np.zeros(3))
-    with pytest.raises(ValueError, match="has no placement: call place"):
+    with pytest.raises(ValueError, match="has no placement: call attach_placements"):
         placement_of(p)
     with pytest.raises(ValueError, match="has no placement"):
         update(p, pp=1)
