@@ -882,7 +882,7 @@ for cp in (k for k in range(2, c + 1) if c % k == 0):
 # | `--context-parallel ulysses` | | `--cp-comm-type a2a`; DeepSpeed's `DistributedAttention` |
 # | zig-zag | its load balancer, "head-tail" | always on |
 #
-# The same in PyTorch: [ch11.py](pytorch/ch11.py).
+# The same in PyTorch: `chapters/pytorch/ch11.py`.
 #
 # ## 11.12 What to choose when
 #

@@ -898,7 +898,7 @@ comm.barrier()
 # DeepSpeed-MoE (Rajbhandari et al. 2022, arXiv 2201.05596) and GShard (Lepikhin et al. 2020, arXiv 2006.16668) send
 # padded arrays of a fixed capacity.
 #
-# The same in PyTorch: [ch12.py](pytorch/ch12.py).
+# The same in PyTorch: `chapters/pytorch/ch12.py`.
 #
 # ## 12.11 Problems
 #

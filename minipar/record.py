@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-# A multiple of 8 and of 3*8: a tensor-parallel rank's part, of q, k and v side by side too, is
-# whole strips.
+# A multiple of 8 and of 3*8: a tensor-parallel rank's part, of q, k and v too, is whole strips.
 STRIPS = 24
 Arrays = Mapping[str, np.ndarray]
 
@@ -25,8 +24,7 @@ class Record:
     def __init__(self, directory: str | Path, parameters: Arrays, **facts: object) -> None:
         """Write run.json. `facts` can be dtype, dp, cp, ep, tp, pp, microbatches, and the tokens of a global batch.
 
-        FileExistsError if the directory exists: the steps of two runs, or of two ranks, are not
-        mixed.
+        FileExistsError if the directory exists: steps of two runs, or of two ranks, are not mixed.
         """
         self.directory = Path(directory)
         try:
@@ -41,8 +39,7 @@ class Record:
     def step(self, step: int, loss: float, grad_norm: float, gradients: Arrays, parameters: Arrays) -> None:
         """Write one step, counted from 0; `gradients` are those before clipping, `parameters` those after the step.
 
-        ValueError if an array has another shape than its parameter, TypeError if a value is
-        complex.
+        ValueError if an array has another shape than its parameter, TypeError if a value is complex.
         """
         arrays = {"loss": np.array(float(loss)), "grad_norm": np.array(float(grad_norm))}
         for name, before in self.parameters.items():
