@@ -8,7 +8,7 @@ from minipar.backend import xp
 from minipar.comm.communicator import Communicator
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
-from minipar.parallel.guards import check_groups
+from minipar.parallel.guards import check_context, check_groups
 from minipar.parallel.placement import Placement, attach_placements, placement_of, update
 
 # PyTorch DDP's sizes (Li et al. 2020, section 4.2): a small first bucket, so that communication
@@ -83,6 +83,7 @@ def prepare(
 
     UsageError or ValueError for groups that cannot be summed together (guards.py).
     """
+    check_context(model, comm)
     check_groups(comm, [(group.parameters, group.comm) for group in groups], before_reduce, replicas)
     attach_placements(model)
     number_units(groups)

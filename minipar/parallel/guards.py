@@ -87,6 +87,16 @@ def check_summed(placement: Placement, over_all: bool, before_reduce: object) ->
         raise UsageError(f"{why}: write {remedy}")
 
 
+def check_context(model: Module, comm: Communicator) -> None:
+    """Raise UsageError if a wrapper over `comm` would leave out ranks that share the samples' tokens."""
+    for _, module in model.named_modules():
+        for strategy, ranks in module.split_over:
+            if strategy == "context_parallel" and not set(ranks) <= set(comm.ranks):
+                why = f"context_parallel has shared each sample's tokens among ranks {list(ranks)}"
+                remedy = "wrap it over all ranks that hold other tokens, such as mesh.dp_cp"
+                raise UsageError(f"a wrapper over ranks {list(comm.ranks)}: {why}; {remedy}")
+
+
 def check_trainable(model: Module) -> None:
     """Raise UsageError for a frozen parameter: a wrapper would count its gradient as zero, and AdamW decay it."""
     for name, parameter in model.named_parameters():

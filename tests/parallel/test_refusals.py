@@ -28,6 +28,16 @@ class Last(Module):
         return ((self.linear(x) - y) ** 2.0).sum()
 
 
+class Outer(Module):
+    """A model of one's own, which has another one inside."""
+
+    def __init__(self, model):
+        self.inner = model
+
+    def loss_sum(self, x, y):
+        return self.inner.loss_sum(x, y)
+
+
 @pytest.mark.parametrize(
     ("layer", "sizes", "groups", "equation"),
     [
@@ -223,6 +233,22 @@ def test_experts_without_groups_of_their_own_are_refused(stage):
             shard(model, mesh.dp_cp, stage)
 
     run_local(2, rank)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_wrapper_has_all_ranks_that_share_tokens(stage, inside):
+    """Over mesh.dp alone the gradients would lack the tokens of other ranks."""
+
+    def rank(comm):
+        mesh, model = DeviceMesh(comm, dp=2, cp=2), GPT(SHAPE)
+        context_parallel(model, mesh.cp)
+        wrapped = Outer(model) if inside else model
+        with pytest.raises(UsageError, match="shared each sample's tokens among ranks .*such as mesh.dp_cp"):
+            shard(wrapped, mesh.dp, stage)
+        shard(wrapped, mesh.dp_cp, stage)
+
+    run_local(4, rank)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
