@@ -68,7 +68,7 @@ OUTSIDE = {
     "ml_dtypes": {"minipar.backend"},
     "psutil": {"minipar.robust_start"},
     "lazy_loader": {"minipar", "visualize"},
-    "mpi4py": {"minipar.comm", "minipar.robust_start"},
+    "mpi4py": {"minipar.comm", "minipar.robust_start", "minipar.bench"},
     "safetensors": {"minipar.nn", "minipar.train"},
     "torch": {"minipar.bench"},
     "matplotlib": {"visualize"},

@@ -115,7 +115,7 @@ def _calls(
     }
     if mpi is None:
         return ours[op], None
-    from minipar.comm.mpi import MPI
+    from mpi4py import MPI
 
     theirs: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: mpi.Allreduce(MPI.IN_PLACE, x),

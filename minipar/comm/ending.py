@@ -14,7 +14,9 @@ def abort_with_traceback(
     comm: Communicator, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Print the traceback and end the job. (The excepthook: plain Python would leave the other ranks waiting.)"""
-    from minipar.comm.mpi import MPI, abort
+    from mpi4py import MPI
+
+    from minipar.comm.mpi import abort
 
     if MPI.Is_finalized():  # an error while this rank ends: too late to end the others, which end by themselves
         return sys.__excepthook__(kind, error, trace)

@@ -98,7 +98,9 @@ def world() -> Communicator:
     check_mpi_library()
     try:
         start_mpi(wait_timeout())
-        from minipar.comm.mpi import MPI, MPITransport, Notices
+        from mpi4py import MPI
+
+        from minipar.comm.mpi import MPITransport, Notices
     except (ImportError, RuntimeError) as error:
         if count == 1:
             return serial()

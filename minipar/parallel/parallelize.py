@@ -13,7 +13,7 @@ from minipar.errors import UsageError
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
 from minipar.nn.transformer import LanguageModel
-from minipar.parallel.context import ContextParallel, context_parallel
+from minipar.parallel.context import context_parallel
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.expert import ExpertParallel, expert_parallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
@@ -22,6 +22,7 @@ from minipar.parallel.guards import check_wrapping, refuse_replicas
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.stage import PipelineParallel, segment_groups
 from minipar.parallel.tensor.plan import TensorParallel, tensor_parallel
+from minipar.parallel.token_order import ContextParallel
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
 DataParallel: TypeAlias = DistributedDataParallel | ZeroStage1 | FullyShardedDataParallel  # ZeroStage2 is a ZeroStage1
