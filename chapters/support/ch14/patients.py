@@ -56,6 +56,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -205,15 +206,17 @@ def text() -> Tokens:
     return Tokens(np.array(ids, np.uint8), "a text", VOCAB)
 
 
-def train(comm: Communicator, flags: str, tokens: Tokens, kind: type[Trainer], directory: str) -> list[list[float]]:
-    """Train on one rank and record. Return the loss and the gradient norm of each step."""
+def train(
+    comm: Communicator, flags: str, tokens: Tokens, kind: type[Trainer], directory: str, most_steps: int | None = None
+) -> list[list[float]]:
+    """Train on one rank and record, for `most_steps` steps at most. Return each step's loss and gradient norm."""
     config = resolve(parse(flags.split(), comm.rank), comm.size)
     sizes = config.mesh
     mesh = DeviceMesh(comm, dp=sizes.dp, cp=sizes.cp, tp=sizes.tp, pp=sizes.pp, ep=sizes.ep)
     trainer = kind(config, mesh, tokens)
     recorder = Recorder(trainer, directory)
     results = []
-    for result in trainer.train():
+    for result in islice(trainer.train(), most_steps):
         results.append(result)
         if len(results) == RECORDED:
             recorder.stop()
@@ -225,19 +228,18 @@ def record_pair(
 ) -> dict[str, list[list[float]]]:
     """Record a patient and the right run on one device, in folder/right and folder/run.
 
-    Return losses and norms."""
+    Only the first `steps` steps are taken. Return losses and norms.
+    """
     patient = PATIENTS[name]
     if patient.both == MEMORIZES:
         model, tokens = f"{layouts.MODEL} --global-batch {layouts.BATCH}", layouts.text()
     else:
         model, tokens = MODEL, text()
     flags = f"{model} {patient.both} --dtype {dtype}"
-    if steps is not None:
-        flags += f" --steps {steps}"
-    right = run_local(1, train, flags, tokens, Trainer, str(Path(folder, "right")))[0]
+    right = run_local(1, train, flags, tokens, Trainer, str(Path(folder, "right")), steps)[0]
     with patient.broken():
         layout = f"{flags} {patient.layout}"
-        run = run_local(patient.ranks, train, layout, tokens, patient.trainer, str(Path(folder, "run")))[0]
+        run = run_local(patient.ranks, train, layout, tokens, patient.trainer, str(Path(folder, "run")), steps)[0]
     assert all(map(math.isfinite, run[0]))
     return {"right": right, "run": run}
 
