@@ -1,7 +1,8 @@
 """The instruments of the graders: ranks as threads with a deadline, comparisons, and hints.
 
 A grader is a module `graders/eNN_name.py` with a function `grade(solution)`, where `solution` is the module with the
-reader's code. It returns if everything is right, and raises a Hint that names the mistake otherwise.
+reader's code. It returns if everything is right (in exercises with a score, the score in words), and raises a Hint that
+names the mistake otherwise.
 """
 
 from __future__ import annotations

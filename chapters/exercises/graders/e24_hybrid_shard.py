@@ -106,6 +106,6 @@ def grade(solution):
             between, fewest = sum(history[step][1]["between"] for history in results), 2 * n * (q - 1)
             require(
                 between == fewest,
-                f"{q} hosts of {s}, n = {n}: {between} elements travel between hosts, expected {fewest}: all-reduce the "
-                "chunk that the reduce-scatter left, not the gradient, and send nothing else",
+                f"{q} hosts of {s}, n = {n}: {between} elements travel between hosts, expected {fewest}: all-reduce "
+                "the chunk that the reduce-scatter left, not the gradient, and send nothing else",
             )
