@@ -452,4 +452,30 @@ MISTAKES = [
     Mistake("e27", "return max(times)", "return times[-1]", "the slowest rank need not be the last"),
     Mistake("e27", "return max(times)", "return max(times) + max(forward) - min(forward)", "but one takes"),
     Mistake("e27", "return max(times)", "return m * (forward[0] + backward[0])", "this is the work of one rank"),
+    Mistake("e28", "if np.isin(own, flat).any():", "if True:", "needs none of its elements"),
+    Mistake("e28", "    if missing:", "    if False:", "KeyError"),
+    Mistake(
+        "e28",
+        '    if missing:\n        raise ValueError(f"element {missing[0]} is in no piece")',
+        "    found.update((place, np.float32(0)) for place in missing)",
+        "an element of this part is in no piece",
+    ),
+    Mistake(
+        "e28",
+        "part_of(places, cut, r, t)",
+        "np.array_split(places, t, axis=cut.dim or 0)[r] if cut.dim is not None else places",
+        "of the 3 groups",
+    ),
+    Mistake("e28", ".reshape(-1)[piece.start", ".T.reshape(-1)[piece.start", "not of the whole"),
+    Mistake("e28", "read(piece), strict", "read(piece) + 0 * read(piece), strict", "read more than once"),
+    Mistake("e28", ".reshape(wanted.shape)\n", "\n", "the part has the shape"),
+    Mistake(
+        "e28",
+        "[found[place] for place in flat.tolist()])",
+        "[float(found[place]) for place in flat.tolist()])",
+        "what was saved is float32",
+    ),
+    Mistake(
+        "e28", "flat, found = wanted.reshape(-1), {}", "flat, found = wanted.T.reshape(-1), {}", "in another order"
+    ),
 ]
