@@ -25,8 +25,8 @@ below 4 and less time than any row with as little. `make exercises PYTEST="-k e2
 beats, and `KNOWN` what we have reached ourselves: by a search, without a proof that it is the best.
 """
 
-# The least time that we know for a memory.
-KNOWN: dict[float, float] = {}
+# The least time that we know within a memory.
+KNOWN = {2: 139.5, 3: 112, 4: 102.33, 5: 100}
 
 
 def schedule() -> list[list[str]]:

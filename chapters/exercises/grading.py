@@ -126,6 +126,8 @@ def _explained(solution: ModuleType, ranks: int, error: BaseException) -> BaseEx
         return error
     if isinstance(error, NotImplementedError):
         return NotWritten(f"not written yet: replace {error} in {solution.__name__.split('.')[-1]}.py")
+    if isinstance(error, CommunicationError) and "counts" in str(error):
+        return Hint(f"with {ranks} ranks, {error}")
     if isinstance(error, CommunicationError):
         return Hint(
             f"with {ranks} ranks, a message has no partner of its size. Does every send have its receive, and does "

@@ -260,7 +260,9 @@ MISTAKES = [
         "leaving, arriving = counts.reshape(ranks, -1).sum(1), here.sum(1)",
         "expected one for each rank",
     ),
-    Mistake("e17", "counts=(arriving, leaving)", "counts=(leaving, arriving)", "with 2 ranks"),
+    Mistake(
+        "e17", "counts=(arriving, leaving)", "counts=(leaving, arriving)", ", all_to_all: counts"
+    ),
     Mistake("e17", "here.sum(0))", "counts.reshape(ranks, -1)[comm.rank])", "add those of all source ranks"),
     Mistake("e17", "here.sum(0))", "here)", "one for each of this rank's experts"),
     Mistake(
@@ -477,5 +479,77 @@ MISTAKES = [
     ),
     Mistake(
         "e28", "flat, found = wanted.reshape(-1), {}", "flat, found = wanted.T.reshape(-1), {}", "in another order"
+    ),
+    Mistake("e29", "tokens = b * ", "tokens = own * ", "the tokens of one"),
+    Mistake("e29", "range(1, int(own) + 1)", "range(1, min(1, int(own)) + 1)", "microbatches may be larger"),
+    Mistake("e29", "Fraction(b * model.T * model.kept, t)", "b * model.T * model.kept", "divides the activations by t"),
+    Mistake("e29", "* machine.g // t", "", "share its g network cards"),
+    Mistake("e29", "3 * model.h) / 3", "3 * model.h)", "which is a third of the step"),
+    Mistake("e29", "(machine.network, tokens)) + price(model, machine, t)", "(machine.network, tokens))", "is missing"),
+    Mistake("e29", "own % b == 0 and held <= machine.memory", "own % b == 0", "needs more memory than there is"),
+    Mistake("e29", "min(m, p) * Fraction", "m * Fraction", "min(m, p) microbatches, not m"),
+    Mistake("e29", "min(m, p) * Fraction", "p * Fraction", "min(m, p) microbatches, not p"),
+    Mistake("e29", "min(m, p) * Fraction", "Fraction", "min(m, p) microbatches, not one"),
+    Mistake("e29", "(p - 1) / m", "(p - 1) / (m + p - 1)", "the bubble is idle / computing"),
+    Mistake("e29", "other is None or ", "other is not None and ", "a layout that is not possible loses"),
+    Mistake(
+        "e06",
+        "        self.comm.all_gather(self.parameters[self.own], out=self.parameters)\n",
+        "        self.parameters = self.comm.all_gather(self.parameters[self.own])\n",
+        "a new array in its place",
+    ),
+    Mistake(
+        "e18",
+        "mesh.edp.all_reduce(experts) / count",
+        "mesh.edp.all_reduce(experts) / count**2",
+        "experts: divided by the tokens twice",
+    ),
+    Mistake(
+        "e18",
+        "mesh.dp.all_reduce(shared) / count",
+        "mesh.dp.all_reduce(shared) / count**2",
+        "shared: divided by the tokens twice",
+    ),
+    Mistake(
+        "e18",
+        "mesh.edp.all_reduce(experts) / count",
+        "mesh.edp.all_reduce(experts) / count / mesh.dp.size",
+        "experts: divided by the ranks once more",
+    ),
+    Mistake("e26", "return scheduled(*FOUND[3])", "return scheduled(*FOUND[3])[:3]", "a list of 4 lists"),
+    Mistake("e26", "FOUND[3])", "FOUND[3]) and [['F0']] * 4", "unknown action 'F0'"),
+    Mistake("e26", "P, M, TIMES = 4, 8,", "P, M, TIMES = 4, 7,", "the last microbatch is 6, expected 7"),
+    Mistake("e26", "    return lists", "    lists[1].pop()\n    return lists", "is missing"),
+    Mistake("e26", "    return lists", "    lists[1].append(lists[1][0])\n    return lists", "done 2 times"),
+    Mistake("e26", "    return lists", "    lists[0] = lists[0][::-1]\n    return lists", "whose result it needs"),
+    Mistake(
+        "e26",
+        "    return lists",
+        "    lists[1] = sorted(lists[1], key=lambda a: int(a[2:] or 0))\n    return lists",
+        "never ends",
+    ),
+    Mistake(
+        "e26", "    return lists", "    lists[0].append('0SEND_F0')\n    return lists", "messages take no time here"
+    ),
+    Mistake(
+        "e26",
+        "return scheduled(*FOUND[3])",
+        "return [[f'{rank}{kind}{i}' for kind in 'FB' for i in range(8)] for rank in range(3)] + [\n"
+        "        [f'{s}F{i}' for i in range(8) for s in (3, 4)] + [f'{s}B{i}' for i in range(8) for s in (4, 3)]]",
+        "must have the same number",
+    ),
+    Mistake(
+        "e26",
+        "return scheduled(*FOUND[3])",
+        "from minipar.parallel.pipeline.schedules import _in_turn\n"
+        "    return [[str(action) for action in _in_turn(rank, 8, 5 - rank)] for rank in range(4)]",
+        "1f1b has time 132, memory 4, which is no worse in either",
+    ),
+    Mistake(
+        "e26",
+        "return scheduled(*FOUND[3])",
+        "return [sorted((f'{rank}{kind}{i}' for kind in 'FB' for i in range(8)), key=lambda a: 'FB'.index(a[1])) "
+        "for rank in range(4)]",
+        "gpipe has time 132, memory 8, the same score",
     ),
 ]
