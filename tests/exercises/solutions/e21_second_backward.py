@@ -17,7 +17,7 @@ def backward(root, gradient, retain_graph=False):
             tensor.grad = 0.0
     root.grad += gradient
     for tensor in tensors:
-        for x, rule in zip(tensor.inputs, tensor.rules, strict=True):
+        for x, rule in zip(tensor.inputs, tensor.rules, strict=False):
             x.grad += rule(tensor.grad)
         if tensor.inputs and not retain_graph:
             tensor.free()
