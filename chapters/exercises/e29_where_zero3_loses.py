@@ -10,7 +10,7 @@ least one, and runs them in microbatches of b sequences, where b divides that nu
 - Time: parameters are gathered, and gradients scattered, with *every microbatch*. That takes S beta / (tokens of one
   microbatch on all replicas of a host) of the computation, and hides as far as it is below 1. The time is the larger
   of this ratio and 1, and tp's price comes on top: (t - 1) S beta' / (3h) of forward, which is a third of the step.
-- The best t and b that fit count.
+- The best t and b count, of those that fit: that need `memory` bytes at most.
 
 tp x pp: t = g, p stages, ZeRO-1, 1F1B. A replica is g p GPUs, must get a whole number m of sequences, at least one, and
 runs them one by one.

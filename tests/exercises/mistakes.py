@@ -260,9 +260,7 @@ MISTAKES = [
         "leaving, arriving = counts.reshape(ranks, -1).sum(1), here.sum(1)",
         "expected one for each rank",
     ),
-    Mistake(
-        "e17", "counts=(arriving, leaving)", "counts=(leaving, arriving)", ", all_to_all: counts"
-    ),
+    Mistake("e17", "counts=(arriving, leaving)", "counts=(leaving, arriving)", ", all_to_all: counts"),
     Mistake("e17", "here.sum(0))", "counts.reshape(ranks, -1)[comm.rank])", "add those of all source ranks"),
     Mistake("e17", "here.sum(0))", "here)", "one for each of this rank's experts"),
     Mistake(
@@ -349,7 +347,7 @@ MISTAKES = [
         "e22",
         "        x = block.forward(x)",
         "        x = block.forward(x)\n        kept = [*locals().get('kept', ()), x]",
-        "no result between them",
+        "neither between them nor the last",
     ),
     Mistake(
         "e22",
@@ -551,5 +549,31 @@ MISTAKES = [
         "return [sorted((f'{rank}{kind}{i}' for kind in 'FB' for i in range(8)), key=lambda a: 'FB'.index(a[1])) "
         "for rank in range(4)]",
         "gpipe has time 132, memory 8, the same score",
+    ),
+    Mistake("e22", "    for start in reversed(", "    last = x\n    for start in reversed(", "of forward (del)"),
+    Mistake(
+        "e21",
+        "    for tensor in tensors:\n        if tensor.inputs:\n",
+        "    again = root.grad\n    for tensor in tensors:\n        if tensor.inputs and again:\n",
+        "must start each pass from 0",
+    ),
+    Mistake(
+        "e21",
+        "    tensors = below(root)",
+        "    def walk(tensor):\n        for x in tensor.inputs:\n            walk(x)\n\n    walk(root)\n"
+        "    tensors = below(root)",
+        "RecursionError",
+    ),
+    Mistake("e21", "zip(tensor.inputs, ", "zip(dict.fromkeys(tensor.inputs), ", "a sum of 5000"),
+    Mistake("e25", "of_q = range(r * a // t, (r + 1) * a // t)", "of_q = range(r, a, t)", "a / t of them, in order"),
+    Mistake("e25", "return of_q, ", "return range(of_q[0], of_q[-1]), ", "a / t of them"),
+    Mistake("e24", "gradient_of(whole)", "gradient_of(whole) + 0 * gradient_of(whole)", "called 2 times"),
+    Mistake("e24", "gradient_of(whole)", "gradient_of(parameters)", "gradient_of was given"),
+    Mistake("e29", "return min(times, default=None)", "return float(min(times, default=0))", "return a Fraction"),
+    Mistake(
+        "e23",
+        "        self.left[name] -= 1\n",
+        "        self.left[name] -= 1\n        [work.wait() for work in self.under_way]\n",
+        "leave it under way",
     ),
 ]

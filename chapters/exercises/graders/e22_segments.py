@@ -102,7 +102,9 @@ def grade(solution):
         )
         results, saved = ledger.at_peak
         limit = peak(L, N, S, k)
-        reason = "keep the inputs of segments, and no result between them; pop an input when its segment goes back"
+        reason = (
+            "keep the inputs of segments and no other result, neither between them nor the last one of forward (del)"
+        )
         if saved > k:
             reason = f"the first forward must save nothing, and a segment of {k} blocks nothing of another one"
         require(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from chapters.exercises.grading import RingCommunicator, expect, on_ranks, random, require
+from chapters.exercises.grading import RingCommunicator, expect, on_ranks, random, require, same
 from minipar.comm import chunk_bounds
 
 STEPS = 3
@@ -65,47 +65,56 @@ def grade(solution):
 
         results = on_ranks(solution, ranks, program)
         for rank, history in enumerate(results):
-            place = rank % s
-            own = slice(*chunk_bounds(n, s)[place])
-            host = range(rank - place, rank - place + s)
-            right = one_device(n, ranks)
-            wrong = {
-                "these are the samples of this host alone: sum the chunks between hosts": (
-                    {"parts": host},
-                    {"parts": host, "mean": ranks},
-                ),
-                "the norm is that of all n elements: sum the squares of the chunks inside the host": ({"seen": own},),
-                "this is the sum over all ranks, the mean is asked for": ({"mean": 1},),
-                "divide by all ranks, not by those of a host": ({"mean": s},),
-                "divide by all ranks, not by the hosts": ({"mean": q},),
-                "the norm counts each element q times: sum the squares inside, not between": ({"times": q},),
-                "a gradient that is shorter than the limit stays as it is": ({"always": True},),
-            }
-            for step, (values, _) in enumerate(history):
-                where = f"{q} hosts of {s}, rank {rank}, step {step}"
-                expected = right[step][own]
-                mistakes = {"nothing has changed: change the arrays that were given, in place": (np.arange(n) / n)[own]}
-                for hint, ways in wrong.items():
-                    found = [one_device(n, ranks, **how)[step][own] for how in ways]
-                    mistakes[hint] = tuple(value for value in found if not np.allclose(value, expected))
-                expect(values, expected, where, mistakes)
+            check_values(q, s, n, rank, [values for values, _ in history])
         for step in range(STEPS):
-            for host in range(q):
-                on_host = [results[rank][step][1] for rank in range(host * s, (host + 1) * s)]
-                inside = {what: sum(sent[what] for sent in on_host) for what in on_host[0]}
-                where = f"{q} hosts of {s}, n = {n}, the ranks of host {host} send"
-                advice = "gather the parameters, reduce-scatter the gradient, all-reduce one value for the norm"
-                for what, fewest in (
-                    ("a gather inside", n * (s - 1)),
-                    ("a reduce-scatter inside", n * (s - 1)),
-                    ("an all-reduce inside", 2 * (s - 1)),
-                    ("all together", 2 * (n + 1) * (s - 1)),
-                ):
-                    found = inside[what]
-                    require(found == fewest, f"{where} {found} elements, {what}; expected {fewest}: {advice}")
-            between, fewest = sum(history[step][1]["between"] for history in results), 2 * n * (q - 1)
-            require(
-                between == fewest,
-                f"{q} hosts of {s}, n = {n}: {between} elements travel between hosts, expected {fewest}: all-reduce "
-                "the chunk that the reduce-scatter left, not the gradient, and send nothing else",
-            )
+            check_bytes(q, s, n, [history[step][1] for history in results])
+
+
+def check_values(q, s, n, rank, history):
+    """Compare a rank's chunk after each step with one device."""
+    ranks, place = q * s, rank % s
+    own, host = slice(*chunk_bounds(n, s)[place]), range(rank - place, rank - place + s)
+    wrong = {
+        "these are the samples of this host alone: sum the chunks between hosts": (
+            {"parts": host},
+            {"parts": host, "mean": ranks},
+        ),
+        "the norm is that of all n elements: sum the squares of the chunks inside the host": ({"seen": own},),
+        "this is the sum over all ranks, the mean is asked for": ({"mean": 1},),
+        "divide by all ranks, not by those of a host": ({"mean": s},),
+        "divide by all ranks, not by the hosts": ({"mean": q},),
+        "the norm counts each element q times: sum the squares inside, not between": ({"times": q},),
+        "a gradient that is shorter than the limit stays as it is": ({"always": True},),
+    }
+    right = one_device(n, ranks)
+    for step, values in enumerate(history):
+        expected = right[step][own]
+        if same(values, expected):
+            continue
+        mistakes = {"nothing has changed: change the arrays that were given, in place": (np.arange(n) / n)[own]}
+        for hint, ways in wrong.items():
+            found = [one_device(n, ranks, **how)[step][own] for how in ways]
+            mistakes[hint] = tuple(value for value in found if not same(value, expected))
+        expect(values, expected, f"{q} hosts of {s}, rank {rank}, step {step}", mistakes)
+
+
+def check_bytes(q, s, n, sent):
+    """Compare what the ranks of each host send in a step with the formulas."""
+    advice = "gather the parameters, reduce-scatter the gradient, all-reduce one value for the norm"
+    for host in range(q):
+        inside = sent[host * s : (host + 1) * s]
+        for what, fewest in (
+            ("a gather inside", n * (s - 1)),
+            ("a reduce-scatter inside", n * (s - 1)),
+            ("an all-reduce inside", 2 * (s - 1)),
+            ("all together", 2 * (n + 1) * (s - 1)),
+        ):
+            found = sum(counts[what] for counts in inside)
+            where = f"{q} hosts of {s}, n = {n}, the ranks of host {host}"
+            require(found == fewest, f"{where} send {found} elements, {what}; expected {fewest}: {advice}")
+    between, fewest = sum(counts["between"] for counts in sent), 2 * n * (q - 1)
+    require(
+        between == fewest,
+        f"{q} hosts of {s}, n = {n}: {between} elements travel between hosts, expected {fewest}: all-reduce the chunk "
+        "that the reduce-scatter left, not the gradient, and send nothing else",
+    )
