@@ -66,4 +66,4 @@ def grade(solution):
     beaten = [name for name, (other, held) in rows.items() if time <= other and memory <= held]
     known = min((best for held, best in KNOWN.items() if held <= memory), default=None)
     record = "" if known is None else f"; the least time that we know within this memory: {known:g}"
-    return f"{yours}; it beats {', '.join(beaten) or 'no row in both, and no row beats it'}{record}"
+    return f"{yours}; it beats {', '.join(beaten) or 'no row, and none beats it'}{record}"
