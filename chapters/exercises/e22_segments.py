@@ -11,7 +11,7 @@ are the two extremes, and between them lies a best k.
 
 While the segment with number j (from 0) goes back, there are j + 1 inputs of segments, what its blocks have saved, and
 the segment's result: (j + 1) n + (its blocks) s + n elements. The largest of these is the peak. (The last result of
-forward is not needed: its gradient is given. Let no variable keep it, or any other.)
+forward is not needed: its gradient is given. So let no variable keep it.)
 
 Graded: the gradients, bit for bit; two forwards of each block at most; at the beginning of each block's backward, the
 elements alive, at most that peak; `best_segment` with ==.
