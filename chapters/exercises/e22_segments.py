@@ -6,8 +6,8 @@ first. It runs the segment's forward again, this time with what each block saves
 
 A block has `forward(x)`, which returns its result and keeps nothing; `forward_and_save(x)`, which returns the result
 and what the block saves for its backward; and `backward(saved, dy)`, which adds to the block's gradients and returns
-the gradient of x. Let x and every result have n elements, and what a block saves s. So one segment and all segments
-are the two extremes, and between them lies a best k.
+the gradient of x. Let x and every result have n elements, and what a block saves s. With k = 1 all inputs are kept, and
+with k = L everything is alive that the blocks save. The best k may lie between the two.
 
 While the segment with number j (from 0) goes back, there are j + 1 inputs of segments, what its blocks have saved, and
 the segment's result: (j + 1) n + (its blocks) s + n elements. The largest of these is the peak. (The last result of
