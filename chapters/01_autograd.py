@@ -169,7 +169,8 @@ say(f"gradient of x: {x.grad:g}, of w: {w.grad:g}")
 #
 # Gradients of leaves add up, because a training step may run several backwards before the optimizer uses the sum. So a
 # second `c.backward(1.0)` should leave $2 \cdot 48 = 96$ in `x.grad`. **Predict** what this engine leaves, with the
-# picture of the first page.
+# picture of the first page. **[Exercise 21](exercises/e21_second_backward.py)** asks for an engine that adds up, frees
+# what it has used, and refuses what is freed: `make exercises PYTEST="-k e21"`. Write it before you read on.
 
 # %%
 from chapters.support.predict import predict, reveal

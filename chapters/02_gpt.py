@@ -512,6 +512,9 @@ assert saved_bytes(block_output, model.parameters()) == 8 * per_block
 # peak is the larger of the two. Here it is inside a block; with a large vocabulary it is at the loss. Gradients on
 # their way, less than $8 N h$ elements here, come on top. The price is a second forward through the blocks. Let forward
 # take $F$ operations. A step then takes $4F - 2NhV$ instead of $3F$, since the head runs only once.
+#
+# Segments of several blocks keep fewer inputs and have more activations alive at a time. **[Exercise
+# 22](exercises/e22_segments.py)** asks for them, and for the best size: `make exercises PYTEST="-k e22"`.
 
 
 # %%

@@ -350,6 +350,9 @@ if rank == 0:
 # together. Bucket 3 holds the first norm of layer 0, which backward completes last in that layer, and the other two
 # wait for their turn: buckets start strictly in order.
 #
+# If a parameter is used several times, these buckets leave too early. **[Exercise 23](exercises/e23_early_hook.py)**
+# asks you to find that in a log and to mend it: `make exercises PYTEST="-k e23"`. Try it before you read on.
+#
 # ### A matrix that is used twice
 #
 # *Deeper, 3 minutes.*

@@ -982,7 +982,8 @@ say("problems 1 to 4: the answers are right")
 # Stage 3 over 1,024 GPUs gathers each block over 1,024 GPUs, and most of these messages leave their hosts. Inside a
 # host of 8 GPUs the network is ten or twenty times as fast. **Hybrid sharding** uses both: let $d$ ranks be $q$
 # *replicas* of $s = d/q$ ranks each. The $s$ ranks of a replica, those of one host, hold all shards together. Ranks at
-# the same place of all replicas hold the same shard.
+# the same place of all replicas hold the same shard. **[Exercise 24](exercises/e24_hybrid_shard.py)** asks for a step
+# with clipping: `make exercises PYTEST="-k e24"`. Write it before you read on.
 
 # %%
 if rank == 0:

@@ -282,7 +282,9 @@ for groups in (1, 3):
 #
 # Many models since Llama 2 70B have fewer heads of keys and values than of queries: $a$ heads of $q$ in $G$ groups, and
 # each group reads *one* head of $k$ and one of $v$. (Llama 3 8B: $a = 32$, $G = 8$.) How are these cut? A rank must
-# have the keys and values that its queries read, so it gets **whole groups**:
+# have the keys and values that its queries read, so it gets **whole groups**. **[Exercise
+# 25](exercises/e25_grouped_queries.py)** asks for that and for more ranks than groups:
+# `make exercises PYTEST="-k e25"`. Try it before you read on.
 
 # %%
 if rank == 0:

@@ -1,7 +1,8 @@
 """The instruments of the graders: ranks as threads with a deadline, comparisons, and hints.
 
 A grader is a module `graders/eNN_name.py` with a function `grade(solution)`, where `solution` is the module with the
-reader's code. It returns if everything is right, and raises a Hint that names the mistake otherwise.
+reader's code. It returns if everything is right (in exercises with a score, the score in words), and raises a Hint that
+names the mistake otherwise.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ def _explained(solution: ModuleType, ranks: int, error: BaseException) -> BaseEx
         return error
     if isinstance(error, NotImplementedError):
         return NotWritten(f"not written yet: replace {error} in {solution.__name__.split('.')[-1]}.py")
+    if isinstance(error, CommunicationError) and "counts" in str(error):
+        return Hint(f"with {ranks} ranks, {error}")
     if isinstance(error, CommunicationError):
         return Hint(
             f"with {ranks} ranks, a message has no partner of its size. Does every send have its receive, and does "

@@ -18,12 +18,17 @@ from chapters.exercises.grading import Hint, NotWritten, names, on_ranks
 SOLUTIONS = ROOT / "tests" / "exercises" / "solutions"
 
 
-def grade(name, source):
-    """Grade a solution's source text."""
+def module_of(name, source):
+    """Make a module of a solution's source text."""
     module = types.ModuleType(name)
     module.__file__ = f"{name}.py"
     exec(compile(source, module.__file__, "exec"), module.__dict__)
-    importlib.import_module(f"chapters.exercises.graders.{name}").grade(module)
+    return module
+
+
+def grade(name, source):
+    """Grade a solution's source text. Return its score, if it has one."""
+    return importlib.import_module(f"chapters.exercises.graders.{name}").grade(module_of(name, source))
 
 
 def solution_of(exercise):
@@ -32,8 +37,8 @@ def solution_of(exercise):
     return path.stem, path.read_text()
 
 
-def test_there_are_twenty_exercises_with_a_solution_each():
-    assert len(names()) == 20
+def test_each_of_the_29_exercises_has_a_solution():
+    assert len(names()) == 29
     assert names() == sorted(path.stem for path in SOLUTIONS.glob("e*.py"))
 
 
@@ -58,6 +63,22 @@ def test_a_mistake_gets_its_own_hint(mistake):
         grade(name, source.replace(mistake.old, mistake.new))
 
 
+def test_known_schedules_have_their_scores():
+    name, source = solution_of("e26")
+    exercise, grader = (importlib.import_module(f"chapters.exercises.{where}{name}") for where in ("", "graders."))
+    module = module_of(name, source)
+    for memory, known in exercise.KNOWN.items():
+        time, held = grader.score(grader.checked(module.scheduled(*module.FOUND[memory])))
+        assert held <= memory and round(float(time), 2) == known
+    rows = re.findall(r"^ {4}([a-z1][\w-]+) +([\d.]+) +([\d.]+)$", exercise.__doc__, re.MULTILINE)
+    assert {row: (float(time), float(held)) for row, time, held in rows} == grader.table()
+
+
+def test_a_score_is_shown():
+    score = grade(*solution_of("e26"))
+    assert score.startswith("time 112, memory 3; it beats gpipe, 1f1b, interleaved-1f1b, zb-h1; the least time")
+
+
 def test_every_exercise_has_three_mistakes_and_hints():
     assert min(Counter(mistake.exercise for mistake in MISTAKES).values()) >= 3
     assert {mistake.exercise for mistake in MISTAKES} == {name[:3] for name in names()}
@@ -68,7 +89,7 @@ def test_every_exercise_has_three_mistakes_and_hints():
 def test_the_command_lists_every_exercise_and_its_hint():
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rN", "--tb=no", "chapters/exercises"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
-    assert result.returncode == 1 and "0 of 20 exercises solved" in result.stdout
+    assert result.returncode == 1 and f"0 of {len(names())} exercises solved" in result.stdout
     for name in names():
         assert f"{name:28}not written yet" in result.stdout
 

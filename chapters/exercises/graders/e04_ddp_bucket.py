@@ -9,9 +9,9 @@ ORDERS = ((2, 1, 0), (1, 2, 0))  # of the calls of `ready`, in two steps
 class WatchedCommunicator(RingCommunicator):
     """A communicator that lists its all-reduces: (elements, started without waiting)."""
 
-    def __init__(self, comm):
+    def __init__(self, comm, early="ready waits for the all-reduce; wait in `wait`"):
         super().__init__(comm)
-        self.all_reduces, self.may_wait = [], False
+        self.all_reduces, self.may_wait, self.early = [], False, early
 
     def all_reduce(self, x, *arguments, async_op=False, **options):
         self.all_reduces.append((x.size, async_op))
@@ -29,7 +29,7 @@ class WatchedWork:
         return getattr(self.work, name)
 
     def wait(self):
-        require(self.comm.may_wait, "ready waits for the all-reduce; wait in `wait`, so that backward goes on")
+        require(self.comm.may_wait, f"{self.comm.early}, so that backward goes on")
         return self.work.wait()
 
 

@@ -43,13 +43,15 @@ def grade(solution):
             start, stop = bounds[rank]
             for step, (values, sent) in enumerate(history):
                 where = f"rank {rank} of {ranks}, step {step}"
-                own = np.arange(float(size)) if step == 0 else history[step - 1][0].copy()
+                before = np.arange(float(size)) if step == 0 else history[step - 1][0]
+                own = before.copy()
                 own[start:stop] = right[step][start:stop]
                 mistakes = {
                     "only your own chunk is new: after the update, gather into the array that was given": own,
                     "the gradients are summed over the ranks, not averaged": sums[step],
                     "Adam's state is new in every step: make it once": fresh[step],
-                    "the parameters are as before: change the array that was given, in place": np.arange(float(size)),
+                    "the parameters are as before: change the array that was given, in place, in every step; a new "
+                    "array in its place is not seen": before,
                 }
                 expect(values, right[step], where, mistakes)
                 if size % ranks == 0 and sent != (fewest := 2 * size * (ranks - 1) // ranks):

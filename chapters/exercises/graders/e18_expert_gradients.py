@@ -42,9 +42,10 @@ def grade(solution):
                     "this is the sum: divide by the tokens of all ranks": shared.sum(0),
                     "divide by the tokens of all ranks, not by this rank's": shared.sum(0) / max(tokens[rank], 1),
                     "divided by the ranks once more: the tokens of all ranks are counted already": right / ranks,
+                    "divided by the tokens twice": right / count,
                 }
                 if ranks > 1
-                else {},
+                else {"divided by the tokens twice": right / count},
             )
             place = rank % P
             own, mine = every[place] / count, groups[rank // P, place]
@@ -52,7 +53,11 @@ def grade(solution):
             mistakes = {
                 f"P = {P} times too large: it covers the tokens of the P ranks already; divide by those of all": own
                 * P,
-                f"P = {P} times too small: divide by the tokens of all ranks, and by nothing else": own / P,
+                f"P = {P} times too small: divide by the tokens of all ranks, and by nothing else": own / P
+                if P > 1
+                else (),
+                "divided by the ranks once more: the tokens of all ranks are counted already": own / ranks,
+                "divided by the tokens twice": own / count,
                 "other ranks hold the same experts: sum over mesh.edp": (mine / count, mine / max(in_ep, 1)),
                 "experts that are not the same are added up: sum over mesh.edp, not over dp or ep": (
                     groups.sum((0, 1)) / count,
@@ -60,7 +65,9 @@ def grade(solution):
                 ),
                 "divide by the tokens of all ranks, as every gradient": (every[place] / max(in_ep, 1), every[place]),
             }
-            expect(result[1], own, f"{where}, experts", mistakes if ranks > 1 else {})
+            if ranks == 1:
+                mistakes = {"divided by the tokens twice": own / count}
+            expect(result[1], own, f"{where}, experts", mistakes)
             alone = norm(right, own)
             copies = ranks // P
             squares = float((right**2).sum())

@@ -1,0 +1,69 @@
+"""Grader of exercise 26, a pipeline schedule for a score of time and memory."""
+
+from fractions import Fraction
+
+from chapters.exercises.e26_time_and_memory import KNOWN
+from chapters.exercises.grading import Hint, call, require
+from minipar.errors import UsageError
+from minipar.parallel.pipeline.actions import Durations, Schedule, parse_action, peak_live, simulate
+from minipar.parallel.pipeline.check import check
+from minipar.parallel.pipeline.schedules import SCHEDULES, make
+
+P, M = 4, 8
+TIMES = (4, 5, 3)  # of F, I and W, of all stages of a rank
+
+
+def score(schedule):
+    """Return the time and the memory of a schedule that has been checked."""
+    v = schedule.stages // P
+    timeline = simulate(schedule, Durations(*(Fraction(time, v) for time in TIMES)))
+    alive = max(peak_live(actions, freed_by=("W", "B")) for actions in schedule.ranks)
+    return timeline.makespan, Fraction(alive, v)
+
+
+def table():
+    """Return the scores of the library's schedules."""
+    return {name: score(make(name, P, M)) for name in SCHEDULES}
+
+
+def checked(lists):
+    """Return the reader's schedule. Hint if it is none."""
+    require(isinstance(lists, list) and len(lists) == P, f"return a list of {P} lists, one for each rank")
+    for rank, actions in enumerate(lists):
+        require(isinstance(actions, list) and actions, f'rank {rank}: expected a list of actions like "0F0"')
+    try:
+        schedule = Schedule.of(
+            "yours", [[parse_action(action, f"rank {rank}: ") for action in lists[rank]] for rank in range(P)]
+        )
+        for rank, action in schedule:
+            require(action.kind in "FBIW", f"rank {rank}, {action}: only F, B, I and W; messages take no time here")
+        require(
+            schedule.microbatches == M,
+            f"the last microbatch is {schedule.microbatches - 1}, expected {M - 1}: there are {M}, from 0 on",
+        )
+        check(schedule)
+    except UsageError as error:
+        raise Hint(str(error)) from None
+    stages = [len({action.stage for half, action in schedule if half == rank}) for rank in range(P)]
+    require(
+        len(set(stages)) == 1 and stages[0] <= 3,
+        f"the ranks have {stages} stages; each must have the same number, 1, 2 or 3",
+    )
+    return schedule
+
+
+def grade(solution):
+    time, memory = score(checked(call(solution, solution.schedule)))
+    rows = table()
+    yours = f"time {float(time):g}, memory {float(memory):g}"
+    for name, (other, held) in rows.items():
+        if other <= time and held <= memory:
+            same = (other, held) == (time, memory)
+            raise Hint(
+                f"{yours}: {name} has time {float(other):g}, memory {float(held):g}, "
+                + ("the same score; find a new one" if same else "which is no worse in either; beat it in one of them")
+            )
+    beaten = [name for name, (other, held) in rows.items() if time <= other and memory <= held]
+    known = min((best for held, best in KNOWN.items() if held <= memory), default=None)
+    record = "" if known is None else f"; the least time that we know within this memory: {known:g}"
+    return f"{yours}; it beats {', '.join(beaten) or 'no row, and none beats it'}{record}"
