@@ -135,8 +135,10 @@ def test_chapter_runs_as_a_script(chapter, ranks, tmp_path):
     titles = [text for line, text in headings(script) if line < last]
     if chapter.stem in STANDALONE:
         titles = [text.split("\n")[1] for text in titles]  # without underline and question
-    places = [result.stdout.find(f"{text}\n") for text in titles]
-    assert -1 not in places and places == sorted(places), "each section's heading, in order"
+    end = 0
+    for text in titles:  # "In the library" is the title of many
+        assert f"{text}\n" in result.stdout[end:], f"each section's heading, in order; not found: {text}"
+        end = result.stdout.index(f"{text}\n", end) + len(text)
 
 
 @chapters

@@ -254,8 +254,8 @@ class MoE(Module):
         else:
             rows = rows_within_capacity(indices, len(self.load), self.capacity(n))
             weights = weights * rows.is_kept.astype(weights.dtype)
-        inputs = embedding(x, rows.tokens)  # (M, h)
-        results = self.run_experts(inputs, rows.counts)  # (M, h)
+        # The rows (M, h) have no name here, so that they are freed when the experts have run.
+        results = self.run_experts(embedding(x, rows.tokens), rows.counts)  # (M, h)
         by_token = embedding(results, rows.places)  # (N, k, h)
         return (by_token * weights.reshape(n, k, 1)).sum(1)
 

@@ -8,6 +8,7 @@ Copy the file, put your model in the place of `loss_of` and your layout in the p
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -162,7 +163,8 @@ def worker(rank, folder):
     Enter.forget = True
     train_torch(rank, f"{folder}/forgets")
     dist.barrier()  # or one process may end its threads while the other still sends
-    dist.destroy_process_group()
+    # gloo's threads can abort a process that has computed everything, while the interpreter ends: end without it.
+    os._exit(0)
 
 
 def train_torch(rank, directory):
