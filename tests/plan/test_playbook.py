@@ -10,9 +10,9 @@ from statistics import median
 
 import pytest
 from plan.fit_nanotron import MEMORY, TIME, memory_loss, time_loss
+from plan.nanotron_runs import LENGTH, MODELS, nbytes, runs, seconds, without_pipeline
 from plan.playbook import choice, groups, spearman, within
 
-from chapters.support.ch10.playbook import LENGTH, MODELS, nbytes, runs, seconds, without_pipeline
 from minipar.plan.cluster import GPUS, PROGRAMS, Assumptions, Cluster, gather_seconds
 from minipar.plan.layout import MEGATRON, NANOTRON
 from minipar.plan.rank_bytes import memory

@@ -1,16 +1,15 @@
-"""Predict runs of minipar on the model clock (sections 10.1, 10.2 and 10.9) and on this machine (10.3)."""
+"""Predict runs of minipar on the model clock and on this machine."""
 
 from dataclasses import replace
 from math import gcd
 
 import numpy as np
 
-from chapters.support.ch10.one_thread import OneThread
 from minipar.bench.costs import Shape
 from minipar.bench.layouts import layout_of, modelled_step, shape_of
 from minipar.bench.pipeline import random_tokens
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network
-from minipar.plan.cluster import AlphaBeta, Cluster, fetch_seconds, gather_seconds, model_clock_cluster
+from minipar.plan.cluster import AlphaBeta, Cluster, model_clock_cluster
 from minipar.plan.step_time import StepTime, step_time
 from minipar.train.config import parse, resolve
 from minipar.train.settings import DataConfig, ModelConfig, TrainConfig
@@ -81,26 +80,6 @@ def on_64_threads(flags: str) -> tuple[float, float]:
     config, size = configured(flags, GPT_TINY)
     machine = modelled(size, 8, SPEED / 10)
     return planned(config, machine).total, modelled_step(config, machine)
-
-
-def collective_of_512(what: str) -> tuple[float, float]:
-    """Return (predicted, run) seconds of a collective over dp 64 beside tp 8, on 64 hosts of eight ranks.
-
-    what   "reduce-scatter", in a ring, or "gather", pairwise
-    """
-    network = Network(INSIDE.alpha, INSIDE.beta, Network(BETWEEN.alpha, BETWEEN.beta), per_host=8)
-    ranks, machine = OneThread(512, ModelClock, network), modelled(512, 8)
-    rows = [DeviceMesh(each, tp=8).dp for each in ranks.ranks]
-    n = 64 * 64
-    whole = [np.ones(n, np.float32) for _ in rows]
-    if what == "reduce-scatter":
-        works = [row.reduce_scatter(x, algorithm="ring", async_op=True) for row, x in zip(rows, whole, strict=True)]
-        return gather_seconds(machine, 4 * n, 8, 64), ranks.take_turns(works)
-    part = np.ones(n // 64, np.float32)
-    works = [
-        row.all_gather(part, out=x, algorithm="pairwise", async_op=True) for row, x in zip(rows, whole, strict=True)
-    ]
-    return fetch_seconds(machine, 4 * n, 8, 64), ranks.take_turns(works)
 
 
 # ---- this machine ----------------------------------------------------------------------------------------------------
