@@ -1,4 +1,4 @@
-"""Exercise 13 (chapter 9): the planner's memory formula.
+"""Exercise 13 (chapter 10): the planner's memory formula.
 
 How many bytes does the first pipeline rank hold? Model state and activations, in mixed precision:
 

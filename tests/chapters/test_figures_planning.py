@@ -108,6 +108,7 @@ def test_a_tornado_is_sorted_with_stars_where_a_layout_changes():
     effects = {
         "little": {"-20 %": (0.01, False), "+20 %": (-0.01, False)},
         "much": {"-20 %": (0.2, True), "+20 %": (-0.1, False)},
+        "nothing": {"-20 %": (0.0, False), "+20 %": (0.0, False)},
     }
     left, right = plot_tornado({"one": effects, "two": effects}).axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["much", "little"]

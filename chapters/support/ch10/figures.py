@@ -43,6 +43,23 @@ def lost_and_fastest(
     return {f"{name}:\ndp {one.dp}, tp {one.tp}, pp {one.pp}": asdict(times[one]) for name, one in chosen.items()}
 
 
+def draw_funnel(
+    every: Sequence[Layout],
+    fitting: Sequence[Layout],
+    quiet: Sequence[Layout],
+    busy: Sequence[Layout],
+    times: Mapping[Layout, StepTime],
+) -> Picture:
+    """Draw the layouts that are left after the tests of memory, bandwidth and bubble, and a step of three of them."""
+    left = {
+        "all": len(every),
+        "fit into memory": len(fitting),
+        "wait for messages\nat most 10 %": len(quiet),
+        "idle at most 10 %": len(busy),
+    }
+    return plot_funnel(left, lost_and_fastest(times, fitting, quiet, busy))
+
+
 def plot_funnel(left: Mapping[str, int], bars: Mapping[str, Parts]) -> Picture:
     """Draw how many layouts are left after each test, and what a step is spent on in some of them.
 
@@ -241,10 +258,14 @@ def plot_points(panels: Mapping[str, Sequence[tuple[float, float]]], band: float
 def plot_tornado(panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, bool]]]]) -> Picture:
     """Draw the change of the predicted time with each constant, the largest effect of the first panel on top.
 
+    A constant that moves nothing by 0.05 % and changes no layout in any panel is left out.
+
     panels  {question: {constant: {change, as "-20 %": (relative change of time, whether another layout is best now)}}}
     """
     first = next(iter(panels.values()))
-    order = sorted(first, key=lambda name: -max(abs(moved) for moved, _ in first[name].values()))
+    every = {name: [each for effects in panels.values() for each in effects[name].values()] for name in first}
+    some = [name for name in first if any(abs(moved) >= 0.0005 or other for moved, other in every[name])]
+    order = sorted(some, key=lambda name: -max(abs(moved) for moved, _ in first[name].values()))
     changes, colours = list(first[order[0]]), (ORANGE, BLUE)
     figure = picture(10.5, 1.3 + 0.34 * len(order))
     widest = max(abs(moved) for effects in panels.values() for one in effects.values() for moved, _ in one.values())

@@ -75,7 +75,7 @@ def recommended(name: str, gpus: int = 256) -> dict[str, Any]:
     return {
         "layout": str(claim.layout),
         "claimed": asdict(claim.memory),
-        "real": asdict(truth.memory),
+        "really": asdict(truth.memory),
         "claimed_mfu": claim.mfu,
         "mfu": truth.mfu,
     }

@@ -1,5 +1,6 @@
 """Predict runs of minipar on the model clock and on this machine."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import gcd
 
@@ -19,6 +20,11 @@ SPEED = 1e10  # operations per second of a modelled device
 INSIDE, BETWEEN = AlphaBeta(3e-6, 1 / 2e9), AlphaBeta(14e-6, 1 / 0.5e9)  # messages in a host, and between hosts
 GPT_SMALL = ModelConfig(layers=8, hidden=48, heads=24, seq_len=24, vocab_size=96)
 GPT_TINY = ModelConfig(layers=4, hidden=32, heads=4, seq_len=16, vocab_size=64)
+
+FAR = (  # layouts for 64 ranks
+    "--dp 64 --zero-stage 3 --microbatches 2",
+    "--dp 4 --tp 4 --pp 4 --zero-stage 1 --sequence-parallel --microbatches 4",
+)
 
 
 # ---- the model clock -------------------------------------------------------------------------------------------------
@@ -118,3 +124,17 @@ def cases(ranks: int) -> dict[str, TrainConfig]:
     """Return {flags: configuration} of CASES that so many ranks can run."""
     resolved = {flags: configured(flags, GPT_MIDDLE, SAMPLES) for flags in CASES}
     return {flags: config for flags, (config, size) in resolved.items() if size <= ranks}
+
+
+def panels(
+    modelled: Mapping[str, tuple[float, float]], rows: Sequence[Mapping[str, float]]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return (predicted, measured) of all runs, for a figure: seconds on both clocks, and bytes of this machine's.
+
+    modelled  {flags: (predicted, run) seconds};  rows  those of `minipar.bench layouts`, with their predictions
+    """
+    return {
+        "a step on the model clock, ms": [(1e3 * ours, 1e3 * run) for ours, run in modelled.values()],
+        "a step on the CPU clock, ms": [(1e3 * row["predicted_seconds"], 1e3 * row["seconds"]) for row in rows],
+        "memory in the ledger, MB": [(row["predicted_bytes"] / 1e6, row["peak_bytes"] / 1e6) for row in rows],
+    }
