@@ -6,6 +6,7 @@ from matplotlib.colors import to_hex
 from chapters.support.ch10.figures import (
     DECISIONS,
     LAST,
+    draw_funnel,
     plot_bubbles,
     plot_decisions,
     plot_families,
@@ -17,11 +18,23 @@ from chapters.support.ch10.figures import (
     plot_tornado,
     plot_wires,
 )
+from minipar.plan.layout import Layout
+from minipar.plan.step_time import StepTime
 from visualize.plan import MEMORY, TIME
 from visualize.style import BLUE, ORANGE
 
 PARTS = dict.fromkeys(MEMORY, 0.0) | {"parameters": 10e9, "activations": 50e9}
 SECONDS = dict.fromkeys(TIME, 0.0) | {"compute": 3.0, "bubble": 1.0}
+
+
+def test_the_funnel_shows_one_layout_lost_at_each_test():
+    layouts = [Layout(dp=d, tp=1, pp=1, microbatch=1, microbatches=1) for d in range(1, 8)]
+    times = {one: StepTime(one.dp, 0, 0, 0, 0, 0, exact=False) for one in layouts}
+    # dp 1, 2 and 3 are left; dp 4 idles; dp 5, 6 and 7 wait
+    left, steps = draw_funnel([*layouts, *layouts], layouts, layouts[:4], layouts[:3], times).axes
+    assert [text.get_text() for text in left.texts] == ["14", "7", "4", "3"]
+    drawn = [label.get_text().split("\n")[1] for label in steps.get_yticklabels()]
+    assert drawn == ["dp 6, tp 1, pp 1", "dp 4, tp 1, pp 1", "dp 1, tp 1, pp 1"]
 
 
 def test_memory_bars_stack_their_parts_and_long_ones_are_cut():
