@@ -519,8 +519,8 @@ assert bubble(8, 21) == Fraction(1, 4) and 512 // 24 == 21 and 512 // 23 == 22
 # %% [markdown]
 # A quarter is bubble at $m = 3(p-1) = 21$ microbatches. Interleaving divides the *idle time* by $v$, and multiplies
 # messages by $v$, which are cheap (10.3). ZB-H1 ([chapter 8](08_beyond_1f1b.ipynb)) divides it by three, without more
-# messages, if F, I and W take equally long. On the right: with the batch fixed, pp 64 idles most of the time from a few
-# replicas on.
+# messages, if F, I and W take equally long. On the right: with the batch fixed, pp 64 idles half of the time with eight
+# replicas.
 #
 # Memory, bandwidth, bubble: each pulls another way. More pp saves state and costs bubble. More tp saves everything and
 # costs sums. More dp costs little while a microbatch has $S\beta$ tokens to hide behind and the rings' latencies are
@@ -791,13 +791,13 @@ if rank == 0:
 # them, and is 2 or 3 % too high. It can be so exact because it is an *abstraction* of the program: it walks through the
 # same lists of actions as the executor, and its rings are chapter 3's, message by message. It leaves out the values.
 #
-# **Right**: memory is asserted to 15 %. **Middle**: time on this machine is not asserted. Eight ranks share a few cores
-# with whatever else runs. A rank's CPU time grows when its neighbours use the same caches, and every sum waits for its
-# slowest rank; times of single pieces know nothing of that. So on a busy machine points lie below the line. The last
-# line that the cell printed says how far, in *this* run. Its *Spearman* is the correlation of the two orders, from the
-# fastest layout to the slowest, and the order is what a planner is for.
-# [docs/planning.md](../docs/planning.md#minipars-own-runs) says how to measure on a quiet machine, and has a record, to
-# which a test holds the planner.
+# **Right**: memory is asserted to 15 %. **Middle**: time on this machine is not asserted. The last line that the cell
+# printed says how far the predictions are off in *this* run. Where points lie below the line, there are three reasons.
+# The pieces leave out the trainer's own Python between them, which counts in a model as small as this. A rank's CPU
+# time grows when its neighbours, and whatever else runs here, use the same caches. And every sum waits for its slowest
+# rank. The line's *Spearman* is the correlation of the two orders, from the fastest layout to the slowest, and the
+# order is what a planner is for. [docs/planning.md](../docs/planning.md#minipars-own-runs) has a record of a larger
+# model on a quiet machine, and a test holds the planner to it.
 #
 # ### And a run on GPUs?
 #
