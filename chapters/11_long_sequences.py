@@ -926,7 +926,7 @@ if rank == 0:
 # batch of 4 million tokens has only 4 samples of a million, so dp ends at 4. Cutting samples along their tokens is then
 # the way to use more devices.
 #
-# The planner of chapter 9 knows the axis: its memory, its bytes, and the time that hides behind the products. Ask it:
+# The planner of chapter 10 knows the axis: its memory, its bytes, and the time that hides behind the products. Ask it:
 #
 #     python -m minipar.plan --model llama-3-8b --gpus 64 --gpu h100 --global-batch 32 --seq-len 131072 \
 #         --attention flash --precision bf16

@@ -853,7 +853,7 @@ assert changed
 #
 # *Deeper, 5 minutes.*
 #
-# The planner of chapter 9 knows the axis: a rank's memory with $E/P$ experts, the bytes of 12.4 (with even routing, all
+# The planner of chapter 10 knows the axis: a rank's memory with $E/P$ experts, the bytes of 12.4 (with even routing all
 # of them waited for), and the products in pieces of $1/E$ of the rows. Mixtral 8x7B on 64 H100, 8 to a host, with 1024
 # samples of 4096 tokens in a step. We ask for the best layout, and for the best without ep, and without anything but
 # ZeRO:

@@ -1,4 +1,4 @@
-"""Chapter 10 in PyTorch: is the planner right about the activations of a layer under tensor parallelism?
+"""Chapter 10 in PyTorch: a model of 7.5 billion parameters on the device "meta", counted and not computed.
 
 Run it with: python chapters/pytorch/ch10.py
 """
@@ -7,47 +7,59 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
 from two_processes import start
 
-T, H, HEADS = 64, 48, 6  # one sample
+LAYERS, H, HEADS, V, T = 36, 4096, 32, 51_200, 2048  # megatron-7.5b
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.ln_1, self.q, self.k, self.v = nn.LayerNorm(H), nn.Linear(H, H), nn.Linear(H, H), nn.Linear(H, H)
-        self.c_proj, self.ln_2 = nn.Linear(H, H), nn.LayerNorm(H)
-        self.c_fc, self.gelu, self.c_out = nn.Linear(H, 4 * H), nn.GELU(), nn.Linear(4 * H, H)
+        self.ln_1, self.c_attn, self.c_proj = nn.LayerNorm(H), nn.Linear(H, 3 * H), nn.Linear(H, H)
+        self.mlp = nn.Sequential(nn.LayerNorm(H), nn.Linear(H, 4 * H), nn.GELU(), nn.Linear(4 * H, H))
 
-    def forward(self, x):  # (T, H)
-        x_1 = self.ln_1(x)
-        q, k, v = (f(x_1).view(T, -1, H // HEADS).transpose(0, 1) for f in (self.q, self.k, self.v))  # own heads
-        p = (q @ k.mT / 8 + torch.full((T, T), -torch.inf).triu(1)).softmax(dim=-1)
-        x = x + self.c_proj((p @ v).transpose(0, 1).reshape(T, -1))
-        return x + self.c_out(self.gelu(self.c_fc(self.ln_2(x))))
+    def forward(self, x):  # (T, H): one sample
+        q, k, v = self.c_attn(self.ln_1(x)).view(T, 3, HEADS, H // HEADS).permute(1, 2, 0, 3)  # (HEADS, T, H/HEADS)
+        attention = (q @ k.mT).softmax(dim=-1) @ v  # scale and mask are no products; every token sees all, as in 10.1
+        x = x + self.c_proj(attention.transpose(0, 1).reshape(T, H))
+        return x + self.mlp(x)
+
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.wpe, self.ln_f = nn.Embedding(V, H), nn.Embedding(T, H), nn.LayerNorm(H)
+        self.h = nn.Sequential(*[Block() for _ in range(LAYERS)])
+
+    def forward(self, tokens):
+        return self.ln_f(self.h(self.wte(tokens) + self.wpe.weight)) @ self.wte.weight.T  # the head is tied
 
 
 def main(rank):
-    block, kept = Block(), {}  # kept: elements of each storage, which views share
-    columns = dict.fromkeys(("q", "k", "v", "c_fc"), ColwiseParallel())
-    rows = dict.fromkeys(("c_proj", "c_out"), RowwiseParallel())
-    parallelize_module(block, init_device_mesh("cpu", (dist.get_world_size(),)), columns | rows)
+    with torch.device("meta"):  # shapes without values: no memory, no time
+        model, tokens, x = GPT(), torch.zeros(T, dtype=torch.long), torch.zeros(T, H, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
 
-    def keep(tensor):  # autograd calls it for each tensor that it saves for backward
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        kept[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes() // local.itemsize
+    kept = {}  # elements of each storage that autograd saves of one layer for backward; views share one
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes() // tensor.itemsize
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = block(torch.ones(T, H, requires_grad=True))
-    for parameter in block.parameters():  # weights are saved, too, and are no activations
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        kept.pop(local.untyped_storage().data_ptr(), None)
+        y = model.h[0](x)
+    for p in model.parameters():  # weights are saved too, and are no activations
+        kept.pop(p.untyped_storage()._cdata, None)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    shard = sum(p.to_local().numel() for p in model.parameters())
     if rank == 0:
-        print("elements that a layer keeps on each process:", sum(kept.values()))
-        assert y.shape == (T, H)
+        print("parameters:", sum(p.numel() for p in model.parameters()))
+        print("operations of a sample, forward and backward:", counter.get_total_flops())
+        print(f"elements that a layer keeps for {tuple(y.shape)}:", sum(kept.values()))
+        print("bytes of model state on each process, ZeRO-3:", (2 + 2 + 12) * shard)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,40 @@
-"""Figures of the planning chapters: what is drawn is what was given."""
+"""Figures of the planning chapter: what is drawn is what was given."""
 
 import pytest
 from matplotlib.colors import to_hex
 
-from chapters.support.ch09.figures import (
+from chapters.support.ch10.figures import (
     DECISIONS,
     LAST,
+    draw_funnel,
     plot_bubbles,
     plot_decisions,
+    plot_families,
     plot_fit,
+    plot_funnel,
+    plot_points,
     plot_scaling,
     plot_spending,
+    plot_tornado,
     plot_wires,
 )
-from chapters.support.ch10.figures import plot_points, plot_predictions, plot_tornado
+from minipar.plan.layout import Layout
+from minipar.plan.step_time import StepTime
 from visualize.plan import MEMORY, TIME
 from visualize.style import BLUE, ORANGE
 
 PARTS = dict.fromkeys(MEMORY, 0.0) | {"parameters": 10e9, "activations": 50e9}
 SECONDS = dict.fromkeys(TIME, 0.0) | {"compute": 3.0, "bubble": 1.0}
+
+
+def test_the_funnel_shows_one_layout_lost_at_each_test():
+    layouts = [Layout(dp=d, tp=1, pp=1, microbatch=1, microbatches=1) for d in range(1, 8)]
+    times = {one: StepTime(one.dp, 0, 0, 0, 0, 0, exact=False) for one in layouts}
+    # dp 1, 2 and 3 are left; dp 4 idles; dp 5, 6 and 7 wait
+    left, steps = draw_funnel([*layouts, *layouts], layouts, layouts[:4], layouts[:3], times).axes
+    assert [text.get_text() for text in left.texts] == ["14", "7", "4", "3"]
+    drawn = [label.get_text().split("\n")[1] for label in steps.get_yticklabels()]
+    assert drawn == ["dp 6, tp 1, pp 1", "dp 4, tp 1, pp 1", "dp 1, tp 1, pp 1"]
 
 
 def test_memory_bars_stack_their_parts_and_long_ones_are_cut():
@@ -47,6 +63,12 @@ def test_bubbles_are_curves_from_zero_up():
     assert axes.get_ylim()[1] == pytest.approx(0.41, abs=0.05)
 
 
+def test_families_are_relative_to_the_fastest_of_each_size():
+    axes = plot_families({"ZeRO-3": {64: 30.0, 256: 4.0}, "tp 8": {64: 10.0, 256: 5.0, 1024: 2.0}}).axes[0]
+    curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert curves == {"ZeRO-3": ([64, 256], [3, 1]), "tp 8": ([64, 256, 1024], [1, 1.25, 1])}
+
+
 def test_scaling_has_a_line_for_each_model_and_a_linear_one():
     axes = plot_scaling({"A100": {"7B": {64: (100.0, 0.5), 256: (300.0, 0.375)}}}).axes[0]
     real, hoped = axes.lines
@@ -63,18 +85,12 @@ def test_spending_is_in_parts_of_the_whole():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["dp 8", "tp 8"]
 
 
-def test_predictions_are_points_inside_the_picture():
-    axes = plot_predictions({"a": {"x": 0.9, "y": 1.02}, "b": {"z": 1.5}}, 0.15).axes[0]
-    points = [list(line.get_xdata()) for line in axes.lines[1:]]
-    assert points == [[0.9, 1.02], [1.5]]
-    low, high = axes.get_xlim()
-    assert low < 0.5 and high > 1.5
-    assert [text.get_text() for text in axes.texts] == ["-10 %", "+2 %", "+50 %"]
-
-
-def test_a_difference_that_rounds_to_zero_has_no_sign():
-    axes = plot_predictions({"a": {"x": 0.999, "y": 1.001}}, 0.15).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["0 %", "0 %"]
+def test_the_funnel_has_a_bar_for_each_test_and_each_layout():
+    left, steps = plot_funnel({"all": 40, "fit": 10}, {"dp 8": SECONDS, "tp 8": SECONDS | {"tp": 6.0}}).axes
+    assert [bar.get_width() for bar in left.patches] == [40, 10]
+    assert [text.get_text() for text in left.texts] == ["40", "10"]
+    assert [bar.get_width() for bar in steps.patches if bar.get_width()] == [3, 1, 3, 6, 1]
+    assert [text.get_text() for text in steps.texts] == ["4.0 s", "10.0 s"]
 
 
 def test_decisions_are_drawn_in_order_and_no_text_leaves_its_box():
@@ -105,6 +121,7 @@ def test_a_tornado_is_sorted_with_stars_where_a_layout_changes():
     effects = {
         "little": {"-20 %": (0.01, False), "+20 %": (-0.01, False)},
         "much": {"-20 %": (0.2, True), "+20 %": (-0.1, False)},
+        "nothing": {"-20 %": (0.0, False), "+20 %": (0.0, False)},
     }
     left, right = plot_tornado({"one": effects, "two": effects}).axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["much", "little"]

@@ -3,7 +3,7 @@
 import pytest
 
 from chapters.support.ch10 import sensitivity
-from chapters.support.three_models import BATCH, LENGTH, SMALL
+from chapters.support.ch10.three_models import BATCH, LENGTH, SMALL
 from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.model import find_model
 from minipar.plan.search import plan

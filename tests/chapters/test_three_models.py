@@ -1,6 +1,6 @@
 """The planner's first choices, as the planning chapters' pictures need them."""
 
-from chapters.support.three_models import LARGE, SMALL, fastest, first_choice, scaling, spending
+from chapters.support.ch10.three_models import LARGE, SMALL, fastest, first_choice, scaling, spending
 
 CHOICE = {"mesh": (8, 4, 2), "zero": 1, "time": {"compute": 3.0, "bubble": 1.0}, "mfu": 0.5, "tokens": 100.0}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launcher import Result, mpirun_is_open_mpi, run_mpi
 
-SETTLE_SECONDS = 3.0  # for mpirun's processes to end and to remove their own files
+SETTLE_SECONDS = 15.0  # for mpirun's processes to end and to remove their own files
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 OWN = [Path("/tmp"), Path("/dev/shm")]
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import exp, log
 
+from plan.nanotron_runs import nbytes, runs, seconds, without_pipeline
 from plan.playbook import summary
 
-from chapters.support.ch10.playbook import nbytes, runs, seconds, without_pipeline
 from minipar.plan.cluster import PROGRAMS, Program
 
 # A start, and how far from it (as a logarithm) a constant is expected. Products: the runs suggest 0.57 to 0.75 of the

@@ -1,4 +1,4 @@
-"""How well the planner predicts and ranks the Ultra-Scale Playbook's runs (chapters/support/ch10/playbook.py)."""
+"""How well the planner predicts and ranks the Ultra-Scale Playbook's runs (nanotron_runs.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
+from plan.nanotron_runs import Run, nbytes, seconds
 
-from chapters.support.ch10.playbook import Run, nbytes, seconds
 from minipar.plan.cluster import PROGRAMS, Program
 from minipar.plan.report import complexity
 

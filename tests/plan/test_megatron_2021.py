@@ -86,6 +86,15 @@ def test_table_2_each_habit_of_deepspeed_decides(habit, wins):
     assert sum(fast > ours for fast, ours in zip(other, in_3d(), strict=True)) == wins
 
 
+def test_table_2_with_todays_megatron_zero_3_wins_every_row():
+    """By 43 to 325 % more than was printed: no constant explains that, but the two habits above do."""
+    today = PROGRAMS["megatron"]
+    ratios = [ours / row[-1] for ours, row in zip(zero_3(today), ZERO_3, strict=True)]
+    assert min(ratios) == pytest.approx(1.43, abs=0.01) and max(ratios) == pytest.approx(4.25, abs=0.01)
+    three_axes = [tflops(model, gpus, batch, 8, pp, program=today) for model, gpus, batch, pp, _ in IN_3D]
+    assert all(zero > ours for zero, ours in zip(zero_3(today), three_axes, strict=True))
+
+
 # ---- figures 11 to 14: pipelines -------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,9 @@ from statistics import median
 
 import pytest
 from plan.fit_nanotron import MEMORY, TIME, memory_loss, time_loss
+from plan.nanotron_runs import LENGTH, MODELS, MOST_HOSTS, nbytes, runs, seconds, without_pipeline
 from plan.playbook import choice, groups, spearman, within
 
-from chapters.support.ch10.playbook import LENGTH, MODELS, nbytes, runs, seconds, without_pipeline
 from minipar.plan.cluster import GPUS, PROGRAMS, Assumptions, Cluster, gather_seconds
 from minipar.plan.layout import MEGATRON, NANOTRON
 from minipar.plan.rank_bytes import memory
@@ -142,6 +142,13 @@ def twins(pipelined):
         if layout.zero == 0 and (layout.pp > 1) == pipelined
     ]
     return [exp(abs(log(took / other))) for took, other in pairs if other is not None]
+
+
+def test_of_pipelined_runs_a_third_are_within_20_percent():
+    those = [run for run in runs() if run.layout.pp > 1 and run.hosts <= MOST_HOSTS]
+    time = within([seconds(run) for run in those], [run.seconds for run in those])
+    held = within([nbytes(run) for run in those], [run.nbytes for run in those])
+    assert (time, held) == (pytest.approx(0.33, abs=0.01), pytest.approx(0.53, abs=0.01))
 
 
 def test_pipelined_runs_differ_from_their_twins_by_factors():

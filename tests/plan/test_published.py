@@ -168,6 +168,25 @@ def test_llama_3s_long_step_is_12_percent_slow_or_20_fast():
     assert 380 / (predicted.tflops * (1 - unseen)) == pytest.approx(1.12, abs=0.01)
 
 
+LLAMA_65B = replace(find_model("llama-7b"), layers=80, hidden=8192, heads=64, kv_heads=64, ffn=22016)
+# Touvron et al. 2023 (arXiv 2302.13971 and 2307.09288): 82,432 GPU hours for 1.0T tokens, 380 tokens per second and
+# GPU, 1,720,320 GPU hours for 2.0T tokens. The GPUs of the first and the third are assumed, and no layout is printed.
+TOUVRON = [  # shape, GPUs, batch, sequence, tokens per second and GPU; printed over predicted, with flash, with scores
+    (find_model("llama-7b"), 256, 2048, 2048, 1.0e12 / 82_432 / 3600, 0.705, 0.831),
+    (LLAMA_65B, 2048, 2048, 2048, 380, 0.832, 0.922),
+    (find_model("llama-2-70b"), 2048, 1024, 4096, 2.0e12 / 1_720_320 / 3600, 0.793, 0.973),
+]
+
+
+@pytest.mark.parametrize(("model", "gpus", "batch", "length", "printed", "flash", "stored"), TOUVRON)
+def test_llama_and_llama_2_are_17_to_30_percent_too_fast(model, gpus, batch, length, printed, flash, stored):
+    for attention, expected in (("flash", flash), ("stored", stored)):
+        ask = SearchSpace(sequence_parallel=True, attention=attention)
+        best = plan(model, Cluster(GPUS["a100"], gpus), batch, length, ask, top=3).plans[0]
+        tokens = batch * length / best.time.total / gpus
+        assert printed / tokens == pytest.approx(expected, abs=0.01)
+
+
 def test_nemotron_4_340bs_step_is_14_percent_too_fast():
     """Parmar et al. 2024 (arXiv 2406.11704), table 2: 8.0 s on 6144 H100 with a batch of 2304, tp 8, pp 12. Stages of
     one layer, interleaved, and flash attention are assumed.

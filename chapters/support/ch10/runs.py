@@ -1,16 +1,16 @@
-"""Predict runs of minipar on the model clock (sections 10.1, 10.2 and 10.9) and on this machine (10.3)."""
+"""Predict runs of minipar on the model clock and on this machine."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import gcd
 
 import numpy as np
 
-from chapters.support.ch10.one_thread import OneThread
 from minipar.bench.costs import Shape
 from minipar.bench.layouts import layout_of, modelled_step, shape_of
 from minipar.bench.pipeline import random_tokens
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network
-from minipar.plan.cluster import AlphaBeta, Cluster, fetch_seconds, gather_seconds, model_clock_cluster
+from minipar.plan.cluster import AlphaBeta, Cluster, model_clock_cluster
 from minipar.plan.step_time import StepTime, step_time
 from minipar.train.config import parse, resolve
 from minipar.train.settings import DataConfig, ModelConfig, TrainConfig
@@ -20,6 +20,11 @@ SPEED = 1e10  # operations per second of a modelled device
 INSIDE, BETWEEN = AlphaBeta(3e-6, 1 / 2e9), AlphaBeta(14e-6, 1 / 0.5e9)  # messages in a host, and between hosts
 GPT_SMALL = ModelConfig(layers=8, hidden=48, heads=24, seq_len=24, vocab_size=96)
 GPT_TINY = ModelConfig(layers=4, hidden=32, heads=4, seq_len=16, vocab_size=64)
+
+FAR = (  # layouts for 64 ranks
+    "--dp 64 --zero-stage 3 --microbatches 2",
+    "--dp 4 --tp 4 --pp 4 --zero-stage 1 --sequence-parallel --microbatches 4",
+)
 
 
 # ---- the model clock -------------------------------------------------------------------------------------------------
@@ -83,26 +88,6 @@ def on_64_threads(flags: str) -> tuple[float, float]:
     return planned(config, machine).total, modelled_step(config, machine)
 
 
-def collective_of_512(what: str) -> tuple[float, float]:
-    """Return (predicted, run) seconds of a collective over dp 64 beside tp 8, on 64 hosts of eight ranks.
-
-    what   "reduce-scatter", in a ring, or "gather", pairwise
-    """
-    network = Network(INSIDE.alpha, INSIDE.beta, Network(BETWEEN.alpha, BETWEEN.beta), per_host=8)
-    ranks, machine = OneThread(512, ModelClock, network), modelled(512, 8)
-    rows = [DeviceMesh(each, tp=8).dp for each in ranks.ranks]
-    n = 64 * 64
-    whole = [np.ones(n, np.float32) for _ in rows]
-    if what == "reduce-scatter":
-        works = [row.reduce_scatter(x, algorithm="ring", async_op=True) for row, x in zip(rows, whole, strict=True)]
-        return gather_seconds(machine, 4 * n, 8, 64), ranks.take_turns(works)
-    part = np.ones(n // 64, np.float32)
-    works = [
-        row.all_gather(part, out=x, algorithm="pairwise", async_op=True) for row, x in zip(rows, whole, strict=True)
-    ]
-    return fetch_seconds(machine, 4 * n, 8, 64), ranks.take_turns(works)
-
-
 # ---- this machine ----------------------------------------------------------------------------------------------------
 
 GPT_MIDDLE = ModelConfig(layers=8, hidden=128, heads=8, seq_len=32, vocab_size=256)
@@ -139,3 +124,17 @@ def cases(ranks: int) -> dict[str, TrainConfig]:
     """Return {flags: configuration} of CASES that so many ranks can run."""
     resolved = {flags: configured(flags, GPT_MIDDLE, SAMPLES) for flags in CASES}
     return {flags: config for flags, (config, size) in resolved.items() if size <= ranks}
+
+
+def panels(
+    modelled: Mapping[str, tuple[float, float]], rows: Sequence[Mapping[str, float]]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return (predicted, measured) of all runs, for a figure: seconds on both clocks, and bytes of this machine's.
+
+    modelled  {flags: (predicted, run) seconds};  rows  those of `minipar.bench layouts`, with their predictions
+    """
+    return {
+        "a step on the model clock, ms": [(1e3 * ours, 1e3 * run) for ours, run in modelled.values()],
+        "a step on the CPU clock, ms": [(1e3 * row["predicted_seconds"], 1e3 * row["seconds"]) for row in rows],
+        "memory in the ledger, MB": [(row["predicted_bytes"] / 1e6, row["peak_bytes"] / 1e6) for row in rows],
+    }

@@ -1,13 +1,13 @@
-"""Plant mistakes in the planner, each for the length of a `with` block (sections 9.6 and 10.8)."""
+"""Plant mistakes in the planner, each for the length of a `with` block."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
 from unittest.mock import patch
 
-from chapters.support.three_models import ASK, BATCH, LENGTH, MIDDLE
+from chapters.support.ch10.three_models import ASK, BATCH, LENGTH, MIDDLE
 from minipar.plan import rank_bytes
 from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import MEGATRON, Framework, Layout
@@ -66,7 +66,7 @@ MISTAKES: dict[str, Mistake] = {
 def recommended(name: str, gpus: int = 256) -> dict[str, Any]:
     """Let a planner with this mistake choose a layout for Llama 2 70B on A100s.
 
-    Return the layout, its bytes and MFU as this planner claims them, and as they are.
+    Return the layout, its bytes by part and its MFU as this planner claims them, and as they are.
     """
     model, batch, length = find_model(MIDDLE), BATCH[MIDDLE], LENGTH[MIDDLE]
     with MISTAKES[name]():
@@ -74,8 +74,8 @@ def recommended(name: str, gpus: int = 256) -> dict[str, Any]:
     truth = judge(model, claim.layout, Cluster(GPUS["a100"], gpus), batch, length)
     return {
         "layout": str(claim.layout),
-        "claimed_bytes": claim.memory.total,
-        "bytes": truth.memory.total,
+        "claimed": asdict(claim.memory),
+        "really": asdict(truth.memory),
         "claimed_mfu": claim.mfu,
         "mfu": truth.mfu,
     }

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from one_thread import OneThread
 
-from chapters.support.ch10.one_thread import OneThread
 from minipar.comm import DeviceMesh, ModelClock, Network, run_local
 from minipar.errors import CommunicationError
 from minipar.plan.cluster import AlphaBeta, fetch_seconds, gather_seconds, model_clock_cluster

@@ -1,4 +1,4 @@
-"""Predict runs of the Ultra-Scale Playbook, for section 10.5 and for tests/plan.
+"""Predict runs of the Ultra-Scale Playbook.
 
 RECORD has 1,018 runs of nanotron that the authors of the Ultra-Scale Playbook (Hugging Face 2025) measured for it:
 hosts of 8 H100, 256 sequences of 4096 tokens per step, bf16 with gradients accumulated in fp32, flash attention, no
@@ -16,7 +16,7 @@ from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import memory
 from minipar.plan.step_time import step_time
 
-RECORD = Path(__file__).parents[3] / "tests" / "plan" / "recorded" / "playbook.csv"
+RECORD = Path(__file__).parent / "recorded" / "playbook.csv"
 BATCH, LENGTH = 256, 4096
 H100 = replace(GPUS["h100"], memory=85.5e9)  # 81,559 MiB, as nvidia-smi shows
 LLAMA = {"gated": True, "biases": False, "norm_biases": False, "vocab_size": 131072, "heads": 32}

@@ -1,4 +1,4 @@
-"""Run hundreds of ranks in one thread (section 10.2): simulations of communication alone."""
+"""Run hundreds of ranks in one thread: simulations of communication alone."""
 
 from collections.abc import Callable, Iterable
 

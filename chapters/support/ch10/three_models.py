@@ -1,4 +1,4 @@
-"""Plan the three models of chapters 9 and 10, and prepare what pictures need (sections 9.4 and 9.5)."""
+"""Plan the three models of chapter 10, and prepare what pictures need."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
