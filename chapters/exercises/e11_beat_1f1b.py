@@ -1,4 +1,4 @@
-"""Exercise 11 (chapter 7): a schedule that beats 1F1B and needs no more memory.
+"""Exercise 11 (chapter 8): a schedule that beats 1F1B and needs no more memory.
 
 Backward is two actions now: I, the gradient of the stage's input, which the rank before waits for, and W, that of its
 weights, for which nobody waits. F, I and W take 1 each, so 1F1B takes 3(m + p - 1). With each B cut into I and W,

@@ -1,4 +1,4 @@
-"""Exercise 12 (chapter 8): the gradient norm over three axes.
+"""Exercise 12 (chapter 9): the gradient norm over three axes.
 
 The norm of the gradient is the square root of the sum of the squares of all elements of the *model*, each counted
 once. On a mesh pp x dp x tp a rank has the summed gradients of its own stage. Replicas along dp have the same. Along

@@ -1,58 +1,53 @@
-"""Chapter 9 in PyTorch: a model of 7.5 billion parameters on the device "meta", counted and not computed (9.1, 9.2).
+"""Chapter 9 in PyTorch: init_device_mesh with two axes, and three layouts with one loss curve (9.1, 9.3).
 
 Run it with: python chapters/pytorch/ch09.py
+It starts four processes: two axes that are larger than 1 need them.
 """
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.flop_counter import FlopCounterMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from two_processes import start
 
-LAYERS, H, HEADS, V, T = 36, 4096, 32, 51_200, 2048  # megatron-7.5b
+STEPS, BATCH, H = 3, 8, 16
+LAYOUTS = [(4, 1), (1, 4), (2, 2)]  # sizes of dp and tp
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ln_1, self.c_attn, self.c_proj = nn.LayerNorm(H), nn.Linear(H, 3 * H), nn.Linear(H, H)
-        self.mlp = nn.Sequential(nn.LayerNorm(H), nn.Linear(H, 4 * H), nn.GELU(), nn.Linear(4 * H, H))
-
-    def forward(self, x):  # (T, H): one sample
-        q, k, v = self.c_attn(self.ln_1(x)).view(T, 3, HEADS, H // HEADS).permute(1, 2, 0, 3)  # (HEADS, T, H/HEADS)
-        attention = (q @ k.mT).softmax(dim=-1) @ v  # scale and mask are no products; every token sees all, as in 9.1
-        x = x + self.c_proj(attention.transpose(0, 1).reshape(T, H))
-        return x + self.mlp(x)
-
-
-class GPT(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wte, self.wpe, self.ln_f = nn.Embedding(V, H), nn.Embedding(T, H), nn.LayerNorm(H)
-        self.h = nn.Sequential(*[Block() for _ in range(LAYERS)])
-
-    def forward(self, tokens):
-        return self.ln_f(self.h(self.wte(tokens) + self.wpe.weight)) @ self.wte.weight.T  # the head is tied
+def losses(dp, tp):
+    """Train an MLP over a mesh. Return the loss of each step, the rows of tp and the rows of dp."""
+    # The last axis is the fastest, as in minipar: the ranks of one tp row are neighbours.
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    weights, batches = np.random.default_rng(8), np.random.default_rng(80)
+    up, down = torch.nn.Linear(H, 4 * H), torch.nn.Linear(4 * H, H)
+    mlp = torch.nn.Sequential(up, torch.nn.Tanh(), down, torch.nn.Tanh()).double()
+    for parameter in mlp.parameters():
+        parameter.data = torch.tensor(weights.normal(size=parameter.shape) / 4)
+    parallelize_module(mlp, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(mlp, mesh=mesh["dp"])  # each tp part once more, over the ranks that hold the same part
+    optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-2)
+    found = []
+    for _ in range(STEPS):
+        x, y = torch.tensor(batches.normal(size=(2, BATCH, H))).chunk(dp, dim=1)[mesh.get_local_rank("dp")]
+        loss = ((mlp(x) - y) ** 2).mean()  # fully_shard takes the mean over dp: right, as all ranks have equally many
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / dp
+        dist.all_reduce(mean, group=mesh.get_group("dp"))
+        found.append(mean.item())
+    return found, mesh.mesh.tolist(), mesh.mesh.T.tolist()
 
 
 def main(rank):
-    with torch.device("meta"):  # shapes without values: no memory, no time
-        model, tokens = GPT(), torch.zeros(T, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        model(tokens).sum().backward()
-    parameters, operations = sum(p.numel() for p in model.parameters()), counter.get_total_flops()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model.h, model):
-        fully_shard(module, mesh=mesh)
-    shard = sum(p.to_local().numel() for p in model.parameters())
-    if rank == 0:
-        print("parameters:", parameters)
-        print("operations of a sample, forward and backward:", operations)
-        print("in multiples of 6 Psi per token:", round(operations / (6 * parameters * T), 2))
-        print("bytes of model state on each process, ZeRO-3:", (2 + 2 + 12) * shard)
+    for dp, tp in LAYOUTS:
+        found, tp_rows, dp_rows = losses(dp, tp)
+        if rank == 0:
+            print(f"losses with dp {dp}, tp {tp}:", found)
+            print(f"rows of tp, rows of dp with dp {dp}, tp {tp}:", [tp_rows, dp_rows])
 
 
 if __name__ == "__main__":
-    start(main)
+    start(main, processes=4)
