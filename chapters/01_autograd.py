@@ -506,7 +506,7 @@ say(f"gradcheck of layer_norm: largest relative error {gradcheck(layer_norm, [ro
 # the operation below waits for it; in a pipeline that operation may be on another rank. $dA = X^\top dY$ is needed by
 # nobody until the optimizer steps. So a rank can put off the second and compute it when it would be idle (Zero Bubble,
 # Qi et al. 2023, arXiv 2401.10241, section 2.1). A forward is written `F`, a backward `B`, and its two halves `I`
-# (input gradients) and `W` (weight gradients). Chapter 7 fills the idle time of pipelines with `W`.
+# (input gradients) and `W` (weight gradients). Chapter 8 fills the idle time of pipelines with `W`.
 #
 # In the library a weight gradient is not an array but a function that computes it, wrapped in `LazyGradient`. The
 # backward loop calls it at once, or puts it in a queue inside `defer_weight_gradients`.

@@ -806,7 +806,7 @@ if rank == 0 and d > 1:
 # or gives back its gradient memory. Stage 3's parameters must besides be gathered again for each microbatch's forward
 # and backward. What is sent once per step without microbatches is now sent $m$ times, and each time only the work of
 # one microbatch can hide it. The figures above are this cost, without a pipeline. That is why Megatron and DeepSpeed
-# combine pipelines with stage 1, whose communication is once per step whatever $m$ is. Chapter 8 takes it up.
+# combine pipelines with stage 1, whose communication is once per step whatever $m$ is. Chapter 9 takes it up.
 #
 # ## 5.10 Mistakes, and what notices them
 #

@@ -731,7 +731,7 @@ for ranks, sequence, ours, paper in ((1, False, 90.0, 114), (8, False, 20.0, 23)
 #
 # *Deeper, 5 minutes.*
 #
-# The mesh (chapter 8) numbers the ranks of one tensor group consecutively, so that they are on one machine. Ranks
+# The mesh (chapter 9) numbers the ranks of one tensor group consecutively, so that they are on one machine. Ranks
 # with the same part of the model form a dp group, and data parallelism or ZeRO runs over it, unchanged: it sees a model
 # with smaller parameters.
 #

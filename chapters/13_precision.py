@@ -405,7 +405,7 @@ assert [next_scale(8.0, 0, False), next_scale(8.0, 1999, True), next_scale(8.0, 
 # 115710](https://github.com/pytorch/pytorch/pull/115710)).
 #
 # The library sends no flag. Each step needs the norm of the whole gradient anyway, which is a sum over all ranks of all
-# axes (chapter 8). An infinity anywhere makes that sum infinite or NaN, and all ranks have the same value of it:
+# axes (chapter 9). An infinity anywhere makes that sum infinite or NaN, and all ranks have the same value of it:
 
 # %%
 if rank == 0:

@@ -426,7 +426,7 @@ say(f"{points} of 6")
 # one parameter of 75, an update, no ratio, and equal gradients. That is an update of AdamW where a gradient is hardly
 # more than rounding. The learning rate of 0.01 amplifies it (14.4), and float64 shows that nothing else is there.
 #
-# - **D** is cause 5 (chapter 8, museum 14). The first step is right in everything. The update of the second is 2.5
+# - **D** is cause 5 (chapter 9, museum 14). The first step is right in everything. The update of the second is 2.5
 # times too large: with a warm-up of 12 steps, the fifth rate instead of the second, 5/2. A loss that falls *faster*
 # than the right one is no reason to be pleased.
 #
@@ -434,7 +434,7 @@ say(f"{points} of 6")
 # half a percent. `compare` finds no factor, and the last parameter that differs is in the last block's attention. So
 # backward was right until it came there. Cause 8 is a mistake of forward, and would change the loss of step 1.
 #
-# - **F** is cause 9 (chapters 6 and 8). The gradients of step 1 are equal and the norm is not. With clipping the rest
+# - **F** is cause 9 (chapters 6 and 9). The gradients of step 1 are equal and the norm is not. With clipping the rest
 # follows.
 #
 # A record shows such a group best as a picture. These are B's gradients, with `python -m visualize compare`:

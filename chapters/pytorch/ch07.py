@@ -1,4 +1,4 @@
-"""Chapter 7 in PyTorch: Schedule1F1B on two stages, the layers and microbatches of 7.7.
+"""Chapter 7 in PyTorch: Schedule1F1B on two stages, the layers and microbatches of 7.5.
 
 Run it with: python chapters/pytorch/ch07.py
 """
@@ -32,7 +32,7 @@ def main(rank):
     # The shape of what a stage gets and returns. Without it torch runs the stage once more, to find out.
     shape = torch.empty(8, H, dtype=torch.float64, requires_grad=True)
     stage = PipelineStage(module, rank, p, torch.device("cpu"), input_args=(shape,), output_args=(shape,))
-    # By default it divides the gradients by the number of microbatches; 7.7 adds them up.
+    # By default it divides the gradients by the number of microbatches; 7.5 adds them up.
     schedule = Schedule1F1B(stage, n_microbatches=M, loss_fn=loss_of, scale_grads=False)
     inputs, target = ((batch,) if rank == 0 else ()), (batch if rank == p - 1 else None)
     schedule.step(*inputs, target=target)  # the last stage calls loss_fn(its output, target)

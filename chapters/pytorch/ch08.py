@@ -1,53 +1,51 @@
-"""Chapter 8 in PyTorch: init_device_mesh with two axes, and three layouts with one loss curve (8.1, 8.3).
+"""Chapter 8 in PyTorch: ScheduleInterleaved1F1B with two stages on each of two processes (8.1, 8.6).
 
 Run it with: python chapters/pytorch/ch08.py
-It starts four processes: two axes that are larger than 1 need them.
+The same values go through ScheduleInterleavedZeroBubble, whose backwards are split into I and W (8.2).
 """
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from two_processes import start
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from two_processes import checksum, start
 
-STEPS, BATCH, H = 3, 8, 16
-LAYOUTS = [(4, 1), (1, 4), (2, 2)]  # sizes of dp and tp
+M, H, V = 4, 16, 2  # microbatches, hidden size, stages on each process
 
 
-def losses(dp, tp):
-    """Train an MLP over a mesh. Return the loss of each step, the rows of tp and the rows of dp."""
-    # The last axis is the fastest, as in minipar: the ranks of one tp row are neighbours.
-    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-    weights, batches = np.random.default_rng(8), np.random.default_rng(80)
-    up, down = torch.nn.Linear(H, 4 * H), torch.nn.Linear(4 * H, H)
-    mlp = torch.nn.Sequential(up, torch.nn.Tanh(), down, torch.nn.Tanh()).double()
-    for parameter in mlp.parameters():
-        parameter.data = torch.tensor(weights.normal(size=parameter.shape) / 4)
-    parallelize_module(mlp, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(mlp, mesh=mesh["dp"])  # each tp part once more, over the ranks that hold the same part
-    optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-2)
-    found = []
-    for _ in range(STEPS):
-        x, y = torch.tensor(batches.normal(size=(2, BATCH, H))).chunk(dp, dim=1)[mesh.get_local_rank("dp")]
-        loss = ((mlp(x) - y) ** 2).mean()  # fully_shard takes the mean over dp: right, as all ranks have equally many
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach() / dp
-        dist.all_reduce(mean, group=mesh.get_group("dp"))
-        found.append(mean.item())
-    return found, mesh.mesh.tolist(), mesh.mesh.T.tolist()
+def loss_of(y, target):
+    return (y**2).sum() / 2
+
+
+def train(rank, kind, weights, batch):
+    """Run one step. Return the actions of this process as PyTorch writes them, and the gradient of each stage."""
+    p, stages, linears = dist.get_world_size(), [], []
+    for s in range(rank, V * p, p):  # process r has the stages r and p + r
+        linear = torch.nn.Linear(H, H, bias=False).double()
+        linear.weight.data = torch.tensor(weights[s].T)
+        linears.append(linear)
+        module = torch.nn.Sequential(linear, torch.nn.Tanh())
+        shape = torch.empty(8, H, dtype=torch.float64, requires_grad=True)
+        device = torch.device("cpu")
+        stages.append(PipelineStage(module, s, V * p, device, input_args=(shape,), output_args=(shape,)))
+    schedule = kind(stages, n_microbatches=M, loss_fn=loss_of, scale_grads=False)
+    inputs, target = ((batch,) if rank == 0 else ()), (batch if rank == p - 1 else None)
+    schedule.step(*inputs, target=target)
+    actions = [str(action) for action in schedule.pipeline_order[rank] if action is not None]  # None: it waits
+    return " ".join(actions), [checksum(linear.weight.grad.T) for linear in linears]
 
 
 def main(rank):
-    for dp, tp in LAYOUTS:
-        found, tp_rows, dp_rows = losses(dp, tp)
+    weights = np.random.default_rng(5).normal(size=(V * dist.get_world_size(), H, H)) / 4
+    batch = torch.tensor(np.random.default_rng(6).normal(size=(M * 8, H)))  # M microbatches of 8 samples
+    for kind in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, train(rank, kind, weights, batch))
         if rank == 0:
-            print(f"losses with dp {dp}, tp {tp}:", found)
-            print(f"rows of tp, rows of dp with dp {dp}, tp {tp}:", [tp_rows, dp_rows])
+            for r, (actions, gradients) in enumerate(every):
+                print(f"actions of process {r}, {kind.__name__}:", actions)
+                print(f"checksums of the gradients of process {r}, {kind.__name__}:", gradients)
 
 
 if __name__ == "__main__":
-    start(main, processes=4)
+    start(main)

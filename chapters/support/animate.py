@@ -1,5 +1,7 @@
 """Animated collectives, from the messages of real runs: python -m chapters.support.animate DIRECTORY.
 
+It also writes the animated schedules (animate_schedules.py).
+
 Every rank is a thread, and every message that it sends is recorded with its values. An element's value tells its chunk
 and the ranks whose contributions it sums, so that nothing about an algorithm is assumed here.
 """
@@ -14,6 +16,7 @@ import numpy as np
 from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.patches import Rectangle
 
+from chapters.support.animate_schedules import animate_zero_bubble
 from minipar.comm import Communicator, run_local
 from minipar.comm.threads import ThreadTransport
 from visualize.style import BLUE, GREEN, INK, ORANGE, PAPER, PURPLE, SKY, VERMILION, YELLOW, Picture, picture
@@ -125,8 +128,9 @@ def animate(op: str, algorithm: str, title: str, ranks: int = 4) -> tuple[Pictur
 
 def main(directory: str) -> None:
     """Write the animations of the gallery."""
-    for name, (op, algorithm, title) in GALLERY.items():
-        figure, animation = animate(op, algorithm, title)
+    animations = {name: animate(*collective) for name, collective in GALLERY.items()}
+    animations["zero_bubble"] = animate_zero_bubble()
+    for name, (_, animation) in animations.items():
         path = Path(directory) / f"{name}.gif"
         animation.save(path, writer=PillowWriter(fps=8), dpi=80)
         print(path)

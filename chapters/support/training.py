@@ -1,4 +1,4 @@
-"""Make the trainers of chapters 7, 8, 10, 12 and 13 from flags of the command line."""
+"""Make the trainers of chapters 7 to 10, 12 and 13 from flags of the command line."""
 
 from minipar.comm import Communicator, DeviceMesh
 from minipar.train.config import parse, resolve

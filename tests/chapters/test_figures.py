@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgba
 from chapters.support.ch01.figures import plot_backward, plot_small_graph, plot_steps, plot_three_paths
 from chapters.support.ch02.figures import block_operations, plot_attention, plot_block, plot_memory, plot_shares, shares
 from chapters.support.ch04.figures import draw_life_of_buckets, plot_bucket_sizes
-from chapters.support.ch08.figures import plot_grid, plot_layouts, plot_pieces, plot_placements
+from chapters.support.ch09.layout_figures import plot_grid, plot_layouts, plot_pieces, plot_placements
 from minipar.nn import GPT, GPTConfig
 from visualize.style import YELLOW
 

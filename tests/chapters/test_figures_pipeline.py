@@ -1,20 +1,15 @@
-"""The pipeline chapter: timelines read from traces, and schedules that follow a notebook's sliders."""
+"""The pipeline chapters: timelines read from traces, and schedules that follow a notebook's sliders."""
 
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
-from chapters.support.ch07 import figures as figures_pipeline
-from chapters.support.ch07.figures import (
-    PHASES,
-    MarkedPath,
-    explore_schedules,
-    plot_overlap,
-    plot_paths,
-    schedule_table,
-)
-from chapters.support.ch07.train import measured_timeline
+from chapters.support.ch07.figures import draw_crossing
+from chapters.support.ch08 import figures as figures_pipeline
+from chapters.support.ch08.clock import measured_timeline
+from chapters.support.ch08.figures import explore_schedules, plot_overlap, schedule_table
+from chapters.support.schedule_paths import PHASES, MarkedPath, plot_paths
 from minipar.bench.pipeline import mean_durations
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Action, Durations, simulate
@@ -164,7 +159,7 @@ def test_the_warm_up_counts_the_hops():
 
 def test_crossing_messages_join_a_send_with_its_receive():
     lists = ["0F0", "0SEND_F0", "0RECV_B0"], ["1RECV_F0", "1B0", "1SEND_B0"]
-    axes = figures_pipeline.draw_crossing(lists, stopped=(1, 2)).axes[0]
+    axes = draw_crossing(lists, stopped=(1, 2)).axes[0]
     arrows = [(text.xyann[0], text.xy[0]) for text in axes.texts if hasattr(text, "arrow_patch") and text.arrow_patch]
     assert sorted(arrows) == [(1.5, 0.5), (2.5, 2.5)]
 

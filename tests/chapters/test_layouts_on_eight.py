@@ -1,11 +1,11 @@
-"""Claims about what chapter 8 runs on eight ranks."""
+"""Claims about what chapter 9 runs on eight ranks."""
 
 import os
 from unittest.mock import patch
 
 import pytest
 
-from chapters.support.ch08 import eight
+from chapters.support.ch09 import eight
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.train.trainer import Trainer
 

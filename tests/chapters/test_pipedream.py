@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from chapters.support.ch07 import pipedream
-from chapters.support.ch07.pipedream import (
+from chapters.support.ch08 import pipedream
+from chapters.support.ch08.pipedream import (
     AsynchronousPipeline,
     Staleness,
     differences_from_one_device,

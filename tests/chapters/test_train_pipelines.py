@@ -1,19 +1,11 @@
-"""The pipeline chapter's runs: they are compared with one device, counted, and timed on the model clock."""
+"""The pipeline chapters' runs: they are compared with one device, counted, and timed on the model clock."""
 
 import numpy as np
 import pytest
 
-from chapters.support.ch07.train import (
-    CountsTwice,
-    DropsTied,
-    PipelineRuns,
-    gradients_on_one_device,
-    peak_activations,
-    refusal,
-    same_times,
-    stage_durations,
-    timeline_on_model_clock,
-)
+from chapters.support.ch07.train import CountsTwice, DropsTied, peak_activations
+from chapters.support.ch08.clock import same_times, stage_durations, timeline_on_model_clock
+from chapters.support.pipeline_runs import PipelineRuns, gradients_on_one_device, refusal
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Durations, simulate

@@ -21,13 +21,14 @@ import numpy as np
 import pytest
 
 import minipar as mp
-from chapters.support.ch07.train import gradients_on_one_device
 from chapters.support.ch13.train import MODEL, OverflowingTrainer
+from chapters.support.pipeline_runs import gradients_on_one_device
 from chapters.support.whole_runs import relative_difference
 from minipar.autograd import Tensor
 from minipar.comm import DeviceMesh, chunk_bounds, run_local, wire_bytes
 from minipar.parallel.context import RingAttention, block_attention
-from minipar.parallel.pipeline.actions import simulate
+from minipar.parallel.pipeline.actions import Schedule, parse_action, simulate
+from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.token_order import ContextParallel
 from minipar.plan.layout import MEGATRON, Layout
@@ -219,7 +220,26 @@ def test_ch07_torchs_1f1b_is_our_list():
     assert printed(7) == expected
 
 
-def test_ch08_three_layouts_have_one_loss_curve():
+def test_ch08_torchs_interleaved_lists_are_ours():
+    weights = np.random.default_rng(5).normal(size=(4, 16, 16)) / 4
+    batch = np.random.default_rng(6).normal(size=(4, 8, 16))
+    gradients, found = gradients_on_one_device(weights, batch), printed(8)
+    ours = [" ".join(map(str, actions)) for actions in make("interleaved-1f1b", 2, 4).ranks]
+    whole, halves = "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"
+    assert [found.pop(f"actions of process {r}, {whole}") for r in range(2)] == ours
+    split = [found.pop(f"actions of process {r}, {halves}").split() for r in range(2)]
+    check(Schedule.of("torch's", [[parse_action(action) for action in actions] for actions in split]))
+    for actions, interleaved in zip(split, ours, strict=True):
+        backwards = [each.replace("B", "I") for each in interleaved.split() if "B" in each]
+        assert [each for each in actions if "I" in each] == backwards, "I in the order of B"
+    assert found == {
+        f"checksums of the gradients of process {r}, {kind}": [checksum(gradients[s]) for s in (r, 2 + r)]
+        for kind in (whole, halves)
+        for r in range(2)
+    }
+
+
+def test_ch09_three_layouts_have_one_loss_curve():
     h = 16
 
     def train(comm, dp, tp):
@@ -258,7 +278,7 @@ def test_ch08_three_layouts_have_one_loss_curve():
         ]
         expected[f"losses with dp {dp}, tp {tp}"] = about(ranks[0][0])
         expected[f"rows of tp, rows of dp with dp {dp}, tp {tp}"] = rows
-    assert printed(8) == expected
+    assert printed(9) == expected
 
 
 def test_ch10_torch_counts_what_the_planner_counts():
@@ -366,8 +386,8 @@ def test_ch13_precision_rounds_and_skips_alike():
 @pytest.mark.parametrize("twin", sorted(TWINS.glob("ch*.py")), ids=lambda path: path.stem)
 def test_a_twin_is_short_and_its_chapter_names_it(twin):
     source = twin.read_text(encoding="utf-8")
-    (chapter,) = TWINS.parent.glob(f"{twin.stem[2:]}_*.py")
-    assert f"chapters/pytorch/{twin.name}" in chapter.read_text(encoding="utf-8")
+    chapters = [chapter.read_text(encoding="utf-8") for chapter in TWINS.parent.glob(f"{twin.stem[2:]}_*.py")]
+    assert any(f"chapters/pytorch/{twin.name}" in text for text in chapters)
     code = [line for line in re.sub(r'""".*?"""', "", source, flags=re.DOTALL).splitlines() if line.strip()]
     code = [line for line in code if not re.match(r"\s*#|import |from ", line)]
     assert 15 <= len(code) <= 40

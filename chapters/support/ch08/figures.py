@@ -1,280 +1,203 @@
-"""Draw for chapter 8: one machine, the grid (8.1), what ranks hold (8.2), layouts (8.3), links (8.5), files (8.6)."""
+"""Draw for chapter 8: warm-up, overlap, memory, operations, weight versions, and the sliders at its end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import FancyBboxPatch, Rectangle
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.patches import Rectangle
 
-from chapters.support.draw import finish, legend_outside, note, patches
-from visualize import parse_trace, plot_timeline
-from visualize.mesh import LOOKS
-from visualize.plan import MEMORY
-from visualize.style import GREY, INK, LINES, MINT, PAPER, SKY, YELLOW, Picture, picture, signed_percent, tidy
-
-MARKS = "os^vDP"
-EPSILON = 2.0**-52
-REST = "#D9D9D9"  # what all bars have
-FILES = (SKY, YELLOW, MINT, REST)  # the colour and the hatching of each rank's file
-HATCHES = ("", "///", "...", "xxx")
+from chapters.support.draw import RANKS, box, finish, note
+from chapters.support.schedule_paths import Named
+from chapters.support.show import in_notebook
+from minipar.errors import UsageError
+from minipar.parallel.pipeline.actions import Durations, Time, simulate
+from minipar.parallel.pipeline.check import check
+from minipar.parallel.pipeline.schedules import SCHEDULES, make
+from visualize.schedule import NAMES, gallery, plot_schedule
+from visualize.style import COLOURS, INK, Picture, picture
 
 
-def plot_machine(
-    places: Mapping[str, tuple[Mapping[str, float], float | None]], room: float, used: float, most: float
-) -> Picture:
-    """Draw the memory of the fullest GPU in each layout, in parts, against what it has, and the seconds of a step.
+def picture_of(name: str, p: int, m: int, v: int, durations: Durations) -> Picture:
+    """Simulate and draw one schedule; `v` counts for interleaved-1f1b only."""
+    schedule = make(name, p, m, v if name == "interleaved-1f1b" else None)
+    return plot_schedule(simulate(schedule, durations))
 
-    places  {layout: ({part: bytes}, seconds of a step, or None if it does not fit)}
-    room    bytes of a GPU;  used  the share of them that a program can use;  most  where a longer bar is cut
+
+def plot_warm_up(times: Mapping[Named, tuple[Time, Time]], p: int, rank: int, stages: int, end: float) -> Picture:
+    """Draw the beginning of an interleaved schedule, and count one rank's forwards before its first backward.
+
+    The thick boxes are microbatch 0 on its way from the rank's last stage to the last rank and back. Boxes of the later
+    stages are paler. `end` is the time at which the picture ends.
     """
-    figure = picture(10.0, 1.2 + 0.36 * len(places))
+    figure = picture(7.5, 0.62 * p + 1.3)
     axes = figure.add_subplot()
-    for place, (parts, seconds) in enumerate(places.values()):
-        left, total = 0.0, sum(parts.values())
-        for part, colour in MEMORY.items():
-            width = min(parts[part], most - left)
-            axes.barh(place, width / 1e9, 0.68, left / 1e9, color=colour, edgecolor="white", linewidth=0.6)
-            left += width
-        verdict = "does not fit" if seconds is None else f"fits, {seconds:.1f} s a step"
-        arrow = "$\\rightarrow$ " if total > most else ""
-        weight = "normal" if seconds is None else "bold"
-        look = {"weight": weight, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0}}
-        note(axes, f"{arrow}{total / 1e9:.0f} GB, {verdict}", (left / 1e9, place), (5, 0), va="center", **look)
-    axes.axvline(room / 1e9, color=INK, linestyle="--", linewidth=1.4)
-    axes.axvline(used * room / 1e9, color=INK, linestyle=":", linewidth=1.4)
-    axes.set_yticks(range(len(places)), list(places), fontsize=9)
-    axes.invert_yaxis()
-    label = f"GB on the fullest GPU (dashed: its {room / 1e9:.0f} GB; dotted: {used:.0%} of them)"
-    finish(axes, xlim=(0, most / 1e9 * 1.42), xlabel=label, bars="y")
-    legend_outside(figure, patches(MEMORY))
-    return figure
-
-
-def plot_held(cut: Sequence[int], whole: Sequence[int], updated: Sequence[int], names: Sequence[str]) -> Picture:
-    """Draw for each rank the parameters that it holds, cut by tp and not cut, and below them those that it updates."""
-    figure = picture(9.0, 3.9)
-    axes = figure.add_subplot()
-    for rank in range(len(names)):
-        axes.barh(rank - 0.18, cut[rank], 0.34, color=SKY, edgecolor="white")
-        axes.barh(rank - 0.18, whole[rank], 0.34, cut[rank], color=YELLOW, edgecolor="white")
-        axes.barh(rank + 0.2, updated[rank], 0.3, color=MINT, edgecolor="white", hatch="///")
-        note(
-            axes,
-            f"{cut[rank] + whole[rank]:,}",
-            (cut[rank] + whole[rank], rank - 0.18),
-            (5, 0),
-            va="center",
-            fontsize=8,
-        )
-        note(axes, f"{updated[rank]:,}", (updated[rank], rank + 0.2), (5, 0), va="center", fontsize=8)
-    axes.set_yticks(range(len(names)), names, fontsize=9)
-    axes.invert_yaxis()
-    finish(axes, xlim=(0, 1.12 * max(map(sum, zip(cut, whole, strict=True)))), xlabel="parameters", bars="y")
-    legend_outside(
-        figure, patches({"held, cut by tp": SKY, "held, the same in a tp row": YELLOW, "updated here": MINT})
+    first = stages - p + rank  # the rank's last stage
+    on_the_way = {("F", 0, s) for s in range(first, stages)} | {("B", 0, s) for s in range(first, stages)}
+    for (kind, microbatch, stage), (begin, until) in times.items():
+        if until <= end:
+            look = {"edgecolor": "white", "linewidth": 0.8, "alpha": 1.0 if stage < p or kind == "B" else 0.6}
+            box(axes, (float(begin), stage % p), (float(until - begin), 0.8), COLOURS[kind], str(microbatch), **look)
+        if (kind, microbatch, stage) in on_the_way:
+            frame = {"fill": False, "edgecolor": INK, "linewidth": 2.2, "zorder": 4}
+            axes.add_patch(Rectangle((float(begin), stage % p), float(until - begin), 0.8, gid="way", **frame))
+    start, turn, back = (float(times[named][0]) for named in (("F", 0, rank), ("F", 0, first), ("B", 0, first)))
+    hops = 2 * (p - 1 - rank)
+    spans = (
+        (start, turn, f"{turn - start:g} forwards: the\nfirst group, stage {rank}"),
+        (turn, turn + hops, f"{hops} forwards: {hops // 2} hops down,\n{hops // 2} hops back"),
+        (turn + hops, back, "the pair's\nforward"),
     )
-    return figure
-
-
-def plot_noticed(noticed: Mapping[str, set[str]], instruments: Sequence[str]) -> Picture:
-    """Draw which instrument noticed each mistake: a filled box where it did."""
-    figure = picture(7.0, 0.7 + 0.36 * len(noticed))
-    axes = figure.add_subplot()
-    for row, found in enumerate(noticed.values()):
-        for column, instrument in enumerate(instruments):
-            did = instrument in found
-            box = Rectangle((column - 0.45, row - 0.4), 0.9, 0.8, facecolor=SKY if did else "white", edgecolor=GREY)
-            axes.add_patch(box)
-            axes.text(column, row, "noticed" if did else "silent", ha="center", va="center", fontsize=8, color=INK)
-    axes.set_xticks(range(len(instruments)), instruments, fontsize=9)
-    axes.set_yticks(range(len(noticed)), list(noticed), fontsize=9)
-    axes.set(xlim=(-0.6, len(instruments) - 0.4), ylim=(len(noticed) - 0.45, -0.55))
-    axes.xaxis.tick_top()
+    for left, right, text in spans:
+        arrow = {"arrowstyle": "<->", "color": INK, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (right, p + 0.15), (left, p + 0.15), arrowprops=arrow, annotation_clip=False)
+        axes.text((left + right) / 2, p + 0.3, text, ha="center", va="top", fontsize=8, color=INK, gid="span")
+        for place in (left, right):
+            axes.plot([place, place], [rank, p + 0.25], color=INK, linewidth=0.7, linestyle=":", zorder=1)
+    axes.set_yticks([r + 0.4 for r in range(p)], [f"rank {r}" for r in range(p)], fontsize=8.5)
+    axes.set(xlim=(-0.05, end), ylim=(p + 1.1, -0.1), xticks=[])
     axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     return figure
 
 
-def plot_grid(sizes: Mapping[str, int], per_host: int) -> Picture:
-    """Draw the ranks of a mesh, joined along each axis, inside the boxes of their hosts.
+def plot_overlap(p: int, m: int, steps: int = 12) -> Picture:
+    """Draw a step's time with ZB-V and with DualPipeV over the share of all-to-alls in the forward of a stage.
 
-    sizes     {"pp": ..., "dp": ..., "tp": ...}; rank = (pp*DP + dp)*TP + tp
-    per_host  ranks of a host, in the order of their numbers; whole tp rows
-    A tp row is drawn from left to right. The tp rows of one stage are shifted against one another, so that the lines
-    along pp, straight down, pass between the boxes.
+    F and I are 1 of computation and x of all-to-alls, and W is 1; x grows from 0 to 1, and then F is half all-to-alls.
+    The time is divided by that of the computation alone, which is 6m.
     """
-    dp, tp, pp = sizes["dp"], sizes["tp"], sizes["pp"]
-    if per_host % tp:
-        raise ValueError(f"a host of {per_host} ranks does not hold whole rows of tp = {tp}")
-    ranks = range(dp * tp * pp)
-    spot = {r: (r % tp + (r // tp % dp) / dp, -(r // tp) - 0.35 * (r // per_host)) for r in ranks}
-    strides = {"tp": (1, tp), "dp": (tp, dp), "pp": (tp * dp, pp)}
-    bottom = spot[ranks[-1]][1]
-    figure = picture(7.0, 1.1 + 0.72 * (1 - bottom))
+    figure = picture(6.4, 3.2)
+    axes = figure.subplots()
+    parts = [Fraction(i, steps) for i in range(steps + 1)]
+    for name, colour in (("zbv", COLOURS["B"]), ("dualpipev", COLOURS["F"])):
+        lines = [simulate(make(name, p, m), Durations(1 + x, 1 + x, 1, exchange=x)) for x in parts]
+        times = [float(line.makespan / (6 * m)) for line in lines]
+        axes.plot([float(100 * x / (1 + x)) for x in parts], times, color=colour, label=NAMES[name])
+    axes.set_xlabel(f"share of all-to-alls in F, % (p = {p}, m = {m})", color=INK)
+    axes.set_ylabel("time / computation", color=INK)
+    axes.set_ylim(bottom=1)
+    axes.legend(frameon=False)
+    return figure
+
+
+def plot_memory_and_bubble(points: Mapping[str, tuple[float, float]]) -> Picture:
+    """Draw each schedule as a point: its activations in units of a rank's layers, and its bubble."""
+    figure = picture(6.0, 3.2)
     axes = figure.add_subplot()
-    for first in ranks[::per_host]:
-        last = min(first + per_host, len(ranks)) - 1
-        top, base = spot[first][1] + 0.42, spot[last][1] - 0.42
-        shape = {"boxstyle": "round,pad=0,rounding_size=0.08", "facecolor": PAPER, "edgecolor": GREY}
-        host = FancyBboxPatch((-0.95, base), tp + 0.75 + (dp - 1) / dp, top - base, **shape)
-        host.set_label(f"host {first // per_host}")
-        axes.add_patch(host)
-        axes.text(-0.88, top - 0.12, f"host {first // per_host}", va="top", fontsize=9, color=INK)
-        stages = range(first // (tp * dp), last // (tp * dp) + 1)
-        names = "\n".join(f"stage pp {stage}" for stage in stages)
-        axes.text(-0.88, top - 0.37, names, va="top", fontsize=8, color=INK)
-    for axis, (stride, size) in strides.items():
-        colour, dashes = LOOKS[axis]
-        for r in ranks:
-            if r // stride % size < size - 1:
-                (x, y), (other_x, other_y) = spot[r], spot[r + stride]
-                axes.plot([x, other_x], [y, other_y], color=colour, linestyle=dashes, linewidth=2.2, zorder=2)
-    for r, (x, y) in spot.items():
-        box = Rectangle((x - 0.21, y - 0.27), 0.42, 0.54, facecolor="white", edgecolor=INK, linewidth=1.0, zorder=3)
-        axes.add_patch(box)
-        place = (r // (tp * dp), r // tp % dp, r % tp)
-        axes.text(x, y + 0.09, str(r), ha="center", va="center", fontsize=11, color=INK, zorder=4)
-        axes.text(x, y - 0.14, " ".join(map(str, place)), ha="center", va="center", fontsize=8, color=INK, zorder=4)
-    axes.set_xlim(-1.0, tp - 0.1 + (dp - 1) / dp)
-    axes.set_ylim(bottom - 0.75, 0.5)
-    caption = "in each box: the rank and, below it, its coordinates pp dp tp"
-    axes.text((tp - 1.1 + (dp - 1) / dp) / 2, bottom - 0.68, caption, ha="center", fontsize=8, color=INK)
-    axes.axis("off")
-    handles = [
-        Line2D([], [], color=LOOKS[axis][0], linestyle=LOOKS[axis][1], linewidth=2.2, label=f"{axis}: {stride} apart")
-        for axis, (stride, _) in strides.items()
+    for name, spot in points.items():
+        axes.plot(*spot, marker="o", color=COLOURS["F"])
+        is_beside = any(0 < spot[0] - x < 1 and y == spot[1] for x, y in points.values())
+        note(axes, name, spot, (5, -12 if is_beside else 4), fontsize=8)  # its neighbour's name is above
+    finish(axes, xlabel="activations alive on a rank, at most", ylabel="bubble", xlim=(0, 9.6), ylim=(0, 0.85))
+    return figure
+
+
+def schedule_table(p: int, m: int) -> str:
+    """Tabulate every schedule: bubbles, memory and messages, with equal times and with T_F, T_I, T_W = 4, 5, 3.
+
+    Activations and waiting W are in units of one rank's layers for one microbatch.
+    """
+    rows = [
+        f"p = {p}, m = {m}         idle / total    idle /   activations  W waiting   times 4, 5, 3:  messages",
+        "                                   ideal    at most      at most     idle / total    per step",
     ]
-    legend_outside(figure, handles, handlelength=3.2)
-    return figure
+    others = gallery(p, m, Durations(4, 5, 3))
+    for name, timeline in gallery(p, m).items():
+        report, v = check(timeline.schedule), timeline.schedule.stages // p
+        bubble, other = Fraction(timeline.bubble_fraction), others[name].bubble_fraction
+        peak, waiting = max(report.peak_activations) / v, max(report.peak_weight_gradients) / v
+        row = f"{name:<18} {bubble!s:>5} = {float(bubble):.3f}   {float(bubble / (1 - bubble)):.3f}"
+        rows.append(f"{row} {peak:>9g} {waiting:>12g} {other!s:>11} = {float(other):.3f} {sum(report.sends):>9}")
+    return "\n".join(rows)
 
 
-def plot_pieces(files: Mapping[int, Mapping[str, Any]], shape: tuple[int, int]) -> Picture:
-    """Draw which rank writes each element of a matrix, and each rank's file.
-
-    files  {rank: its piece}: elements `start` to `stop`, in row-major order, of part `part` of `parts` along dim 1
-    shape  of the matrix
-    """
-    rows, columns = shape
-    figure = picture(7.0, 0.8 + 0.36 * max(rows, 1.3 * len(files)))
-    left, right = figure.subplots(1, 2, width_ratios=(columns, 1.25 * columns))
-    owner = np.full(shape, -1)
-    for y, (rank, file) in enumerate(files.items()):
-        width = columns // file["parts"]
-        for element in range(file["start"], file["stop"]):
-            row, column = element // width, file["part"] * width + element % width
-            owner[row, column] = rank
-            _element(left, column, row, rank, element)
-            _element(right, element - file["start"], 1.6 * y + 0.6, rank, element)
-        text = f"rank {rank}: part {file['part']} of {file['parts']}, elements {file['start']}:{file['stop']}"
-        right.text(0, 1.6 * y + 0.5, text, ha="left", va="bottom", fontsize=8, color=INK)
-    _outline(left, owner)
-    left.set_xlim(-0.1, columns + 0.1)
-    left.set_ylim(rows + 0.1, -0.1)
-    left.set_title("the matrix of the serial model", fontsize=9, color=INK)
-    right.set_xlim(-0.1, max(file["stop"] - file["start"] for file in files.values()) + 0.1)
-    right.set_ylim(1.6 * len(files) + 0.1, -0.1)
-    right.set_title("what each rank writes", fontsize=9, color=INK)
-    left.axis("off")
-    right.axis("off")
-    return figure
-
-
-def _element(axes: Axes, x: float, y: float, rank: int, index: int) -> None:
-    """Draw one element in the colour and hatching of the rank that writes it."""
-    look = {"facecolor": FILES[rank % len(FILES)], "hatch": HATCHES[rank % len(HATCHES)], "edgecolor": GREY}
-    axes.add_patch(Rectangle((x, y), 1, 1, linewidth=0.6, label=f"rank {rank}", **look))
-    plate = {"boxstyle": "round,pad=0.12", "facecolor": look["facecolor"], "edgecolor": "none"}
-    axes.text(x + 0.5, y + 0.5, str(index), ha="center", va="center", fontsize=8, color=INK, bbox=plate)
-
-
-def _outline(axes: Axes, owner: np.ndarray) -> None:
-    """Draw the borders between the ranks' elements."""
-    rows, columns = owner.shape
-    for row in range(rows):
-        for column in range(columns):
-            if column + 1 < columns and owner[row, column] != owner[row, column + 1]:
-                axes.plot([column + 1] * 2, [row, row + 1], color=INK, linewidth=2.0)
-            if row + 1 < rows and owner[row, column] != owner[row + 1, column]:
-                axes.plot([column, column + 1], [row + 1] * 2, color=INK, linewidth=2.0)
-
-
-def plot_layouts(
-    runs: Mapping[str, tuple[Sequence[float], Sequence[float]]], single: Sequence[float], bound: Sequence[float]
-) -> Picture:
-    """Draw the losses of layouts on the single device's curve, and the differences of their parameters.
-
-    runs   {label: (loss of each step, largest relative difference of the parameters to one device after each step)}
-    bound  the largest difference that counts as rounding, after each step
-    """
-    figure = picture(9.0, 6.4)
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    steps = range(len(single))
-    top.plot(steps, single, color=INK, linewidth=1.4, zorder=1)
-    for place, ((label, (losses, apart)), colour) in enumerate(zip(runs.items(), LINES * len(runs), strict=False)):
-        # Equal losses lie on one point: hollow marks, one inside the other.
-        size = 4.0 + 2.4 * (len(runs) - 1 - place)
-        look = {"color": colour, "marker": MARKS[place % len(MARKS)], "fillstyle": "none", "markeredgewidth": 1.4}
-        top.plot(steps, losses, linestyle="", markersize=size, label=label, **look)
-        bottom.plot(steps, apart, linewidth=1.0, markersize=size, **look)
-    bottom.plot(steps, bound, color=GREY, linestyle="--", linewidth=1.6)
-    note(bottom, "the bound for rounding", (steps[-1], bound[-1]), (0, -6), ha="right", va="top", fontsize=9)
-    bottom.axhline(EPSILON, color=GREY, linestyle=":", linewidth=1.2)
-    note(bottom, "one rounding, $2^{-52}$", (steps[-1], EPSILON), (0, -4), ha="right", va="top", fontsize=9)
-    bottom.set_yscale("log")
-    bottom.set_ylim(EPSILON / 8, 8 * max(bound))
-    bottom.yaxis.set_major_locator(LogLocator())
-    bottom.yaxis.set_minor_locator(NullLocator())
-    bottom.set_ylabel("parameters: largest relative\ndifference to one device")
-    bottom.set_xlabel("step")
-    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-    top.set_ylabel("loss (nats per token)")
-    handles, labels = top.get_legend_handles_labels()
-    handles, labels = [Line2D([], [], color=INK, linewidth=1.4), *handles], ["one device", *labels]
-    top.legend(handles, labels, frameon=False, fontsize=9, loc="upper right", labelspacing=0.7)
-    for axes in (top, bottom):
-        tidy(axes)
-    return figure
-
-
-def plot_placements(ideal: float, times: Mapping[tuple[str, str], float]) -> Picture:
-    """Draw seconds of a step with one mesh axis on the slow link, one group of bars for each kind of slow link.
-
-    ideal  seconds with every axis on the fast link
-    times  {(axis, slow link): seconds}
-    """
-    links = dict.fromkeys(link for _, link in times)
-    figure = picture(9.0, 1.3 + 0.42 * (len(times) + len(links)))
+def plot_operations(lengths: Sequence[int], operations: Mapping[str, Sequence[float]]) -> Picture:
+    """Draw the operations of F, I and W over the length of the sequence, in units of W's."""
+    figure = picture(6.0, 2.7)
     axes = figure.add_subplot()
-    place, ticks = 0.0, []
-    for link in links:
-        for axis, seconds in [(axis, seconds) for (axis, on), seconds in times.items() if on == link]:
-            axes.barh(place, ideal * 1e3, height=0.72, color=REST)
-            axes.barh(place, (seconds - ideal) * 1e3, left=ideal * 1e3, height=0.72, color=LOOKS[axis][0])
-            text = f"{seconds * 1e3:.0f} ms, {signed_percent(seconds / ideal)}"
-            note(axes, text, (seconds * 1e3, place), (6, 0), va="center", fontsize=9)
-            ticks.append((place, f"{axis} on {link}"))
-            place += 1
-        place += 0.6
-    axes.axvline(ideal * 1e3, color=INK, linewidth=1.0)
-    axes.set_yticks(*zip(*ticks, strict=True))
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    finish(axes, xlim=(0, 1.14e3 * max(times.values())), xlabel="time of one step (ms, model clock)", bars="y")
-    colours = {f"every axis on the fast link: {ideal * 1e3:.0f} ms": REST}
-    slow = dict.fromkeys(axis for axis, _ in times)
-    colours |= {f"added by {axis} between hosts": LOOKS[axis][0] for axis in slow}
-    legend_outside(figure, patches(colours), ncols=2)
+    for kind, values in operations.items():
+        ratios = [value / weight for value, weight in zip(values, operations["W"], strict=True)]
+        axes.plot(lengths, ratios, marker="o", markersize=4, color=COLOURS[kind], label=kind)
+    finish(axes, legend="upper left", xlabel="tokens in a sample, T", ylabel="operations / those of W", ylim=(0, None))
     return figure
 
 
-def plot_two_steps(trace: dict[str, Any], between_hosts: tuple[str, str]) -> Picture:
-    """Draw two traced steps of dp 2 x tp 2 x pp 2 after one another; `between_hosts` is the axis there in each."""
-    figure = plot_timeline(parse_trace(trace))
-    first, second = between_hosts
-    title = f"dp 2 x tp 2 x pp 2, 1F1B, 4 microbatches. Between the hosts: {first} (left), {second} (right)"
-    figure.axes[0].set_title(title, loc="left", fontsize=10)
+def draw_versions(
+    times: Mapping[Named, tuple[Time, Time]], rules: Mapping[str, Callable[[int, int], int]], end: float
+) -> Picture:
+    """Draw which version of its weights each stage uses: a panel for each rule, the version in each box.
+
+    rules  by title, what returns the version for (stage, microbatch)
+    """
+    rows = 1 + max(stage for _, _, stage in times)
+    figure = picture(7.5, (0.36 * rows + 0.5) * len(rules))
+    panels = figure.subplots(len(rules), 1, squeeze=False)[:, 0]
+    for axes, (title, version_of) in zip(panels, rules.items(), strict=True):
+        for (kind, microbatch, stage), (begin, until) in times.items():
+            if until <= end:
+                version = version_of(stage, microbatch)
+                look = {"edgecolor": "white", "hatch": "///" if kind == "B" else None}
+                size = (float(until - begin), 0.86)
+                box(axes, (float(begin), stage), size, RANKS[version % len(RANKS)], "", **look)
+                middle = float(begin + until) / 2
+                label = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+                text = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "bbox": label}
+                axes.text(middle, stage + 0.43, str(version), **text)
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_yticks([s + 0.43 for s in range(rows)], [f"stage {s}" for s in range(rows)], fontsize=8)
+        axes.set(xlim=(-0.05, end), ylim=(rows, -0.1), xticks=[])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
     return figure
+
+
+def explore_schedules() -> Any:
+    """Show sliders for p, m, v, schedule and times in a notebook with ipywidgets, and the picture that follows them.
+
+    A static picture comes first: a page made of the notebook, as GitHub's, shows it and has no sliders. Elsewhere (in a
+    script, without ipywidgets) return that picture: ZB-H1 for p = 4, m = 8, times 4, 5, 3.
+    """
+    static = picture_of("zb-h1", 4, 8, 1, Durations(4, 5, 3))
+    if not in_notebook():
+        return static
+    try:
+        import ipywidgets
+        from IPython.display import display
+    except ImportError:
+        return static
+    display(static)
+
+    looks = {"continuous_update": False, "style": {"description_width": "9em"}}
+    names = [(NAMES.get(name, name), name) for name in SCHEDULES]
+
+    def number(label: str, value: int, high: int) -> Any:
+        return ipywidgets.IntSlider(value=value, min=1, max=high, description=label, **looks)
+
+    def time(label: str, value: float, low: float = 0.1) -> Any:
+        return ipywidgets.FloatSlider(value=value, min=low, max=4, step=0.1, description=label, **looks)
+
+    controls = {
+        "name": ipywidgets.Dropdown(options=names, value="1f1b", description="schedule", style=looks["style"]),
+        "p": number("ranks p", 4, 8),
+        "m": number("microbatches m", 8, 32),
+        "v": number("interleaved: v", 2, 4),
+        "forward": time("F", 1),
+        "backward_input": time("I, input gradient", 1),
+        "backward_weight": time("W, weights", 1),
+        "comm": time("message", 0, 0),
+    }
+
+    def follow(name: str, p: int, m: int, v: int, **times: float) -> None:
+        exact: dict[str, Time] = {key: Fraction(str(round(value, 3))) for key, value in times.items()}
+        try:
+            display(picture_of(name, p, m, v, Durations(**exact)))
+        except UsageError as error:
+            print(error)
+
+    shown = ipywidgets.interactive_output(follow, controls)
+    columns = [list(controls.values())[:4], list(controls.values())[4:]]
+    box = ipywidgets.VBox([ipywidgets.HBox([ipywidgets.VBox(column) for column in columns]), shown])
+    view = box._repr_mimebundle_()
+    view["text/plain"] = "(Here a running notebook has sliders for p, m, v, the schedule and the times.)"
+    display(view, raw=True)
+    return None

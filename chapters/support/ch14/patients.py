@@ -108,14 +108,14 @@ class SumsWholeGradients(Trainer):
 
 
 class AdvancesWithMicrobatches(Trainer):
-    """Chapter 8: the schedule of the learning rate advances with every microbatch."""
+    """Chapter 9: the schedule of the learning rate advances with every microbatch."""
 
     def update(self, step: int, loss: float, grad_norm: float) -> int | None:
         return super().update(step * self.config.data.microbatches, loss, grad_norm)
 
 
 class ClipsEachStage(Trainer):
-    """Chapter 8: each pipeline stage clips by the norm of its own gradients."""
+    """Chapter 9: each pipeline stage clips by the norm of its own gradients."""
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
         return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.shard_comm, self.mesh.tp, None)

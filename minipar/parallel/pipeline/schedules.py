@@ -360,7 +360,7 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     """
     if name in ("pipedream", "pipedream-2bw"):
         why = "it never drains and updates with older weights, so it is no step of synchronous training"
-        remedy = "chapters/support/ch07/pipedream.py runs it (chapter 7)"
+        remedy = "chapters/support/ch08/pipedream.py runs it (chapter 8)"
         raise UsageError(f"schedule {name} is asynchronous: {why}; {remedy}")
     if name not in SCHEDULES:
         raise UsageError(f"schedule {name}: choose from {', '.join(SCHEDULES)}, or a FILE.csv")

@@ -1,4 +1,4 @@
-"""Ask the planner where a model of 39 billion parameters can lie on sixteen GPUs, which chapter 8 begins with."""
+"""Ask the planner where a model of 39 billion parameters can lie on sixteen GPUs, which chapter 9 begins with."""
 
 from dataclasses import asdict
 

@@ -8,7 +8,7 @@
 # ---
 
 # %% [markdown]
-# # 8. All axes at once: 3D parallelism
+# # 9. All axes at once: 3D parallelism
 #
 # **Three ways to cut a training step. How do they fit into one another, and which one gets the fast wires?**
 #
@@ -17,7 +17,7 @@
 # forward is computed twice. Tensor parallelism over all sixteen leaves the host. The best of them takes 31.1 s a step.
 # All three axes together, 2 x 4 x 2, take 26.4 s and compute forward once. Large models are trained this way (Narayanan
 # et al. 2021, arXiv 2104.04473). At the end of this chapter you can say which rank does what, which bytes it sends to
-# whom, and what it costs if the axes lie on the wrong wires: in 8.5 the same program then takes 299 ms instead of 184.
+# whom, and what it costs if the axes lie on the wrong wires: in 9.5 the same program then takes 299 ms instead of 184.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -32,13 +32,13 @@ comm = world()
 rank, size = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support.ch08 import figures, machine
+    from chapters.support.ch09 import layout_figures, machine
     from chapters.support.show import show, show_source
 
     places = machine.places()
     found = {label: seconds and round(seconds, 1) for label, (_, seconds) in places.items()}
     assert list(found.values()) == [None, None, 31.1, None, 40.3, 33.6, 26.4], found
-    show(figures.plot_machine(places, machine.ROOM, machine.USED, most=130e9), "08_machine")
+    show(layout_figures.plot_machine(places, machine.ROOM, machine.USED, most=130e9), "09_machine")
 
 # %% [markdown]
 # Each bar is the fullest GPU's memory in one layout, as the planner of [chapter 9](09_planning.ipynb) counts it. Every
@@ -56,10 +56,10 @@ if rank == 0:
 
 # %%
 if rank == 0:
-    show(figures.plot_grid({"dp": 2, "tp": 4, "pp": 2}, per_host=8), "08_grid")
+    show(layout_figures.plot_grid({"dp": 2, "tp": 4, "pp": 2}, per_host=8), "09_grid")
 
 # %% [markdown]
-# ## 8.1 A grid of ranks
+# ## 9.1 A grid of ranks
 #
 # *Core, 8 minutes.*
 #
@@ -115,7 +115,7 @@ assert [row for axis in AXES for row in rows(axis, sizes) if 5 in row] == [[4, 5
 if rank == 0:
     from chapters.support.overview import draw_strategies
 
-    show(draw_strategies(["dp", "zero1", "tp", "pp"]), "08_here")
+    show(draw_strategies(["dp", "zero1", "tp", "pp"]), "09_here")
 
 # %% [markdown]
 # ### In the library
@@ -139,7 +139,7 @@ if rank == 0:
     say("the library's coordinates and rows are these, for each rank of four shapes")
 
 # %% [markdown]
-# ## 8.2 What the axes leave on a rank
+# ## 9.2 What the axes leave on a rank
 #
 # *Core, 8 minutes.*
 #
@@ -160,8 +160,8 @@ if rank == 0:
 # before anything has run. A model of 59,584 parameters on the eight ranks, with ZeRO 1:
 
 # %%
-from chapters.support.ch08 import eight
-from chapters.support.ch08.eight import config_of, on_eight, trainer_on
+from chapters.support.ch09 import eight
+from chapters.support.ch09.eight import config_of, on_eight, trainer_on
 from minipar.parallel.placement import BucketSlice, Partial, Placements, Shard
 from minipar.train.from_config import step_layout
 
@@ -182,7 +182,7 @@ if rank == 0:
         for r in range(8)
     ]
     whole = [held[r] - cut[r] for r in range(8)]
-    show(figures.plot_held(cut, whole, updated, names), "08_held")
+    show(layout_figures.plot_held(cut, whole, updated, names), "09_held")
 
 # %% [markdown]
 # A rank of the first stage holds 17,504 parameters, one of the second 12,960: the first has the embeddings too. (The
@@ -197,7 +197,7 @@ if rank == 0:
 # A placement has three parts. What tp does: `Shard` (cut), `Replicate` (the same on all ranks of tp) or `Partial` (the
 # same, but with sequence parallelism each rank's gradient covers its own tokens only: the gradient is their sum over
 # tp, chapter 6). The rank of pp. And the parameter's place in a bucket, whose chunks belong to the ranks of dp. What
-# needs all axes is a loop over placements: the norm, checkpoints, the bytes of 8.4.
+# needs all axes is a loop over placements: the norm, checkpoints, the bytes of 9.4.
 
 # %%
 if rank == 0:
@@ -211,7 +211,7 @@ if rank == 0:
 #
 # `BucketSlice.elements` says which elements of a parameter lie in the chunk of a dp rank.
 #
-# ## 8.3 Six layouts, one loss curve
+# ## 9.3 Six layouts, one loss curve
 #
 # *Core, 8 minutes.*
 #
@@ -248,7 +248,8 @@ if rank == 0:
     reveal("parameters that differ", 0, say)
     limit = [bound("float64", step) for step in range(1, eight.STEPS + 1)]
     assert round(limit[-1], 12) == 21e-12
-    show(figures.plot_layouts(eight.curves(runs), [result.loss for result in single.results], limit), "08_layouts")
+    one_device = [result.loss for result in single.results]
+    show(layout_figures.plot_layouts(eight.curves(runs), one_device, limit), "09_layouts")
 
 # %% [markdown]
 # Above, the symbols lie on one another. Below is what is left between them, in the parameters: rounding, about
@@ -296,7 +297,7 @@ if rank == 0:
 # The texts are equal, letter by letter. The losses differ by rounding only. On the command line: `python -m
 # minipar.train --save DIR` and `python -m minipar.generate --from DIR --prompt The`.
 #
-# ## 8.4 Bytes per axis
+# ## 9.4 Bytes per axis
 #
 # *Core, 8 minutes.*
 #
@@ -375,13 +376,13 @@ if rank == 0:
 
     traffic = mesh_traffic(parse_trace(eight.one_trace(events)))
     assert all(traffic.sent(axis, 0)[1] == counted[axis] for axis in AXES)
-    show(plot_mesh(traffic), "08_mesh")
+    show(plot_mesh(traffic), "09_mesh")
 
 # %% [markdown]
 # A pipeline rank sends each activation to *one* other rank, the one with its own dp and tp coordinates. (The picture
 # counts in KiB, 1024 bytes: rank 0's 147,472 bytes over tp are 144 KiB.)
 #
-# ## 8.5 Why tp is innermost
+# ## 9.5 Why tp is innermost
 #
 # *Core, 12 minutes.*
 #
@@ -420,7 +421,7 @@ predict("ms with tp on Ethernet", ...)
 predict("ms with pp on Ethernet", ...)
 
 # %%
-from chapters.support.ch08.eight import Job
+from chapters.support.ch09.eight import Job
 
 SLOW = ("InfiniBand", "Ethernet")
 steps = [Job(axis, "Ethernet", 4, traced=True) for axis in ("pp", "tp")]  # for the timeline
@@ -440,7 +441,7 @@ if rank == 0:
     assert found == [153.7, 299.2, 199.4, 183.9], found
     for axis in ("tp", "pp"):
         reveal(f"ms with {axis} on Ethernet", round(1e3 * times[axis, "Ethernet"], 1), say)
-    show(figures.plot_placements(fast.seconds, times), "08_placements")
+    show(layout_figures.plot_placements(fast.seconds, times), "09_placements")
 
 # %% [markdown]
 # *Price* means: all messages and bytes of the axis on the slow link, nothing hidden. The step grows by less than that,
@@ -458,7 +459,7 @@ if rank == 0:
 #
 # So rank numbers run tp, dp, pp from the inside out, and $t$ should divide the ranks of a host. Megatron has the same
 # order. It is no law: with more microbatches tp and pp send more and dp does not; with ZeRO 3 dp may send more than tp
-# (8.4's table). Count first.
+# (9.4's table). Count first.
 #
 # ### Where the time goes
 #
@@ -470,7 +471,7 @@ if rank == 0:
 # %%
 if rank == 0:
     trace = eight.one_after_another([simulated[job] for job in steps], ranks=(0, 1, 4, 5))
-    show(figures.plot_two_steps(trace, between_hosts=("pp", "tp")), "08_timeline")
+    show(layout_figures.plot_two_steps(trace, between_hosts=("pp", "tp")), "09_timeline")
 
 # %% [markdown]
 # Below a rank's computation is one row for each kind of communication: the sums over tp, dp and pp, and pp's messages
@@ -490,7 +491,7 @@ if rank == 0:
 # above. Nothing fails; it is only slow. All hosts need the same program and text, and a shared file system for
 # `--save`.
 #
-# ## 8.6 A checkpoint moves
+# ## 9.6 A checkpoint moves
 #
 # *Core, 10 minutes.*
 #
@@ -530,7 +531,7 @@ say("written by one layout, read by another: the same bits on every rank")
 files = write(matrix, d=2, t=2)
 assert [files[3][key] for key in ("part", "parts", "start", "stop")] == [1, 2, 10, 20]
 if rank == 0:
-    show(figures.plot_pieces(files, matrix.shape), "08_pieces")
+    show(layout_figures.plot_pieces(files, matrix.shape), "09_pieces")
 
 # %% [markdown]
 # Four ranks write a matrix of 5 x 8: dp 2 x tp 2. Each tp rank holds four columns, 20 elements, and each of its two
@@ -584,7 +585,7 @@ if rank == 0:
 #
 # Samples and dropout are keyed by seed, step and sample, so of what is random only the step's number must be
 # remembered. The first move goes from dp 2 x tp 2 x pp 2 to dp 8 with ZeRO 3. The second one adds in the same order
-# before and after, so the resumed run has the **bits** of the run of 8.3 that never stopped. And over MPI, on this
+# before and after, so the resumed run has the **bits** of the run of 9.3 that never stopped. And over MPI, on this
 # run's own ranks:
 
 # %%
@@ -597,7 +598,7 @@ cleanup.close()
 # %% [markdown]
 # On the command line: `--save DIR --save-every K`, and `--resume DIR` with any other `--dp --tp --pp --zero-stage`.
 #
-# ## 8.7 Mistakes, and what notices them
+# ## 9.7 Mistakes, and what notices them
 #
 # *Core, 10 minutes.*
 #
@@ -693,7 +694,7 @@ if rank == 0:
     for number in "1234":
         (found,) = (names for name, names in noticed.items() if name.startswith(number))
         reveal(f"mistake {number}", ", ".join(sorted(found)) or "nobody", say)
-    show(figures.plot_noticed(noticed, ("loss", "ranks", "bytes", "one device")), "08_noticed")
+    show(layout_figures.plot_noticed(noticed, ("loss", "ranks", "bytes", "one device")), "09_noticed")
     assert list(noticed.values()) == [
         set(),
         {"bytes", "one device"},
@@ -720,7 +721,7 @@ if rank == 0:
 # its first step compares the tokens of a tp row. For this table the check was switched off.
 #
 # **4** is no mistake in any value, and no proof will ever find it. Each axis does the same work on other wires. Only a
-# clock notices: 8.5's bars say what it costs.
+# clock notices: 9.5's bars say what it costs.
 #
 # ### Where two runs part, and by which factor
 #
@@ -787,7 +788,7 @@ with TemporaryDirectory() as records:
     if rank == 0:
         from visualize import plot_comparison
 
-        show(plot_comparison(finding.ratios), "08_ratios")
+        show(plot_comparison(finding.ratios), "09_ratios")
 
 # %% [markdown]
 # Both loss curves agree with the right one to three digits for 50 steps, because AdamW divides a gradient by its own
@@ -802,7 +803,7 @@ with TemporaryDirectory() as records:
 # framework that has copied the lines of `minipar/record.py` ([docs/compare.md](../docs/compare.md)).
 # [Chapter 14](14_my_run_is_wrong.ipynb) starts from the symptom.
 #
-# ## 8.8 PyTorch's names
+# ## 9.8 PyTorch's names
 #
 # *Deeper, 5 minutes.*
 #
@@ -822,7 +823,7 @@ with TemporaryDirectory() as records:
 # | `manifest.json` | `.metadata` | `.metadata`, `common.pt` |
 # | a piece: cut, start, stop | a chunk: offsets and sizes in each dim | `ShardedTensor`: `global_offset` |
 #
-# The mesh of 8.1 is `init_device_mesh("cuda", (2, 2, 4), mesh_dim_names=("pp", "dp", "tp"))` in PyTorch, and in
+# The mesh of 9.1 is `init_device_mesh("cuda", (2, 2, 4), mesh_dim_names=("pp", "dp", "tp"))` in PyTorch, and in
 # Megatron-LM `--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2` on 16 GPUs. DCP is
 # `torch.distributed.checkpoint`, and the schedules are in `torch.distributed.pipelining`. DeepSpeed chooses a ZeRO
 # stage with `"zero_optimization": {"stage": 3}`.
@@ -830,9 +831,9 @@ with TemporaryDirectory() as records:
 # DCP names a piece by a box in the whole tensor; here a piece is a range of a flattened part, because ZeRO's chunks are
 # cut from flat buckets. FSDP2 cuts each parameter along dim 0, so boxes are enough for it.
 #
-# The same in PyTorch: `chapters/pytorch/ch08.py`.
+# The same in PyTorch: `chapters/pytorch/ch09.py`.
 #
-# ## 8.9 Problems
+# ## 9.9 Problems
 #
 # *Deeper, 30 minutes.*
 #
@@ -842,10 +843,10 @@ with TemporaryDirectory() as records:
 # 2. Narayanan et al. (2021, Table 1) trained 145.6 billion parameters on 1536 GPUs with tp 8 and pp 8, a global batch
 # of 2304 samples, $h = 12\,288$, 80 layers, 2048 tokens per sample. Take microbatches of 2 samples and $w = 2$. How
 # large is $d$, and how many microbatches has a replica? What does a GPU in the middle of the pipeline send on each axis
-# per step, by the formulas of 8.4 (ten layers, no embedding, $\Psi_r$ an even share)? Which axes leave a host of eight?
+# per step, by the formulas of 9.4 (ten layers, no embedding, $\Psi_r$ an even share)? Which axes leave a host of eight?
 #
-# 3. For rank 0 of 8.4, from how many microbatches on does tp send more than dp? And if ZeRO 3 gathers each block for
-# each forward and each backward, about $(2m+1)\,\Psi_r \frac{d-1}{d}$ values over dp? For the model of 8.5 at full size
+# 3. For rank 0 of 9.4, from how many microbatches on does tp send more than dp? And if ZeRO 3 gathers each block for
+# each forward and each backward, about $(2m+1)\,\Psi_r \frac{d-1}{d}$ values over dp? For the model of 9.5 at full size
 # ($B = 1$, $T = 2048$, $h = 6144$, $V = 16\,384$, $w = 2$), where rank 0 sends 586 MB over dp: from how many
 # microbatches on does pp send more than dp, so that by bytes alone dp should be the outermost axis?
 #
@@ -857,11 +858,11 @@ with TemporaryDirectory() as records:
 # holds, and the sums are all-reduced over the world. How often does an element of a cut matrix count, and one of a
 # LayerNorm? Without ZeRO, and with ZeRO 2, where a rank keeps its own chunk only?
 #
-# 6. Average over tp the gradients of *uncut* parameters only, where nothing should be sent. Which instrument of 8.7
-# notices? And with `--sequence-parallel`, where these are `Partial` (8.2): what is right there, and what does a mean in
+# 6. Average over tp the gradients of *uncut* parameters only, where nothing should be sent. Which instrument of 9.7
+# notices? And with `--sequence-parallel`, where these are `Partial` (9.2): what is right there, and what does a mean in
 # its place do?
 #
-# ## 8.10 Answers
+# ## 9.10 Answers
 #
 # *Deeper.*
 #
@@ -876,7 +877,7 @@ with TemporaryDirectory() as records:
 # fills a host exactly; dp (stride 8) and pp (stride 192) leave it. tp sends 35 times as much as pp.
 #
 # 3. tp sends 36,864 bytes per microbatch, dp 140,032 per step: from 4 on. With ZeRO 3 dp sends 140,032 per microbatch
-# and half of that besides, so never. In the model of 8.5 an activation has $2048 \cdot 6144 \cdot 2$ bytes = 25.2 MB
+# and half of that besides, so never. In the model of 9.5 an activation has $2048 \cdot 6144 \cdot 2$ bytes = 25.2 MB
 # and the embedding $\frac{16384}{2} \cdot 6144 \cdot 2$ bytes = 100.7 MB: pp sends more from
 # $(586 - 100.7) / 25.2 = 19.3$, so 20 microbatches on.
 #
@@ -885,7 +886,7 @@ with TemporaryDirectory() as records:
 # 6:8.
 #
 # 5. Without ZeRO a cut matrix counts $d = 2$ times, a LayerNorm $d t = 4$ times. With ZeRO 2 a cut matrix counts once
-# and a LayerNorm twice. Hence the rule of 8.7, with tp 0 alone counting what is not cut.
+# and a LayerNorm twice. Hence the rule of 9.7, with tp 0 alone counting what is not cut.
 #
 # 6. Bytes alone. The two gradients are the same bits, and $(x + x) / 2 = x$ exactly. With sequence parallelism each is
 # the sum over other tokens, and right is their sum. The mean is half of it at $t = 2$. Ranks agree and the bytes are

@@ -1,4 +1,4 @@
-"""Run layouts on eight ranks: train and write (8.3), trace (8.4), time (8.5), stop and resume (8.6), mistakes (8.7).
+"""Run layouts on eight ranks: train and write (9.3), trace (9.4), time (9.5), stop and resume (9.6), mistakes (9.7).
 
 A layout is given as flags of the command line. `on_eight` runs a function on eight ranks: on those of mpirun if it
 started eight, else on eight threads of rank 0. Results are JSON's, so that they can be gathered.

@@ -1,4 +1,4 @@
-"""Train with PipeDream and PipeDream-2BW (section 7.11): pipelines that never drain, with older weights.
+"""Train with PipeDream and PipeDream-2BW (section 8.8): pipelines that never drain, with older weights.
 
 A synchronous pipeline empties at every optimizer step. These two do not: microbatches enter one after another, in the
 order of 1F1B, and each stage updates its weights by itself. A microbatch's forward and backward on one stage must see

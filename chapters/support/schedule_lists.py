@@ -1,0 +1,83 @@
+"""The functions of chapter 7 that work on lists of actions, and what `I` and `W` add to them, for chapter 8.
+
+`as_text`, `library_lists`, `timed`, `idle` and `longest_path` are those of chapter 7 (a test compares them). `needs`
+and `run_list` know `I` and `W` too, the two halves of a backward.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+
+from minipar.parallel.pipeline.schedules import make
+
+
+def as_text(actions):
+    return " ".join(f"{s}{kind}{i}" for kind, i, s in actions)
+
+
+def library_lists(name, p, m):
+    return [[(a.kind, a.microbatch, a.stage) for a in actions] for actions in make(name, p, m).ranks]
+
+
+def needs(kind, i, s, last):
+    """The actions whose results this one uses; `last` is the last stage."""
+    if kind == "F":
+        return [("F", i, s - 1)] if s > 0 else []
+    if kind == "W":
+        return [("I", i, s)]
+    return [("F", i, s)] + ([(kind, i, s + 1)] if s < last else [])  # B or I
+
+
+def timed(lists, times):
+    """The (start, end) of each action; times[kind] is the time of an action, and messages take none."""
+    last = max(s for actions in lists for _, _, s in actions)
+    slots, free, todo = {}, [0] * len(lists), [list(actions) for actions in lists]
+    while any(todo):
+        done = len(slots)
+        for r, actions in enumerate(todo):
+            while actions and all(need in slots for need in needs(*actions[0], last)):
+                action = actions.pop(0)
+                start = max([free[r], *(slots[need][1] for need in needs(*action, last))])
+                free[r] = start + times[action[0]]
+                slots[action] = start, free[r]
+        assert len(slots) > done, "the ranks wait in a circle"
+    return slots
+
+
+def idle(lists, times):
+    """The time from the first action to the last, less the work of a rank, which is the same for each."""
+    return max(end for _, end in timed(lists, times).values()) - sum(times[kind] for kind, _, _ in lists[0])
+
+
+def longest_path(lists, slots):
+    """The chain that ends with the last action, and in which each action begins when the one before it ends."""
+    last = max(s for _, _, s in slots)
+    before = {b: a for actions in lists for a, b in pairwise(actions)}  # on the same rank
+    path = [max(slots, key=lambda action: slots[action][1])]
+    while slots[path[0]][0] > 0:
+        waited_for = [before.get(path[0]), *needs(*path[0], last)]
+        path.insert(0, next(a for a in waited_for if a in slots and slots[a][1] == slots[path[0]][0]))
+    return path
+
+
+def run_list(pipe, lists, weights, batch):
+    """Do this rank's list. Return the gradient of its weight, added over all microbatches in their order."""
+    x, y, dy, sent, r, m = {}, {}, {}, [], pipe.rank, len(batch)
+    weight, d_weight = weights[r], np.zeros_like(weights[r])
+    for kind, i, _ in lists[r]:
+        if kind == "F":
+            x[i] = batch[i] if r == 0 else pipe.irecv(np.empty_like(batch[0]), r - 1, i).wait()
+            y[i] = np.tanh(x[i] @ weight)
+            if r < pipe.size - 1:
+                sent.append(pipe.isend(y[i], r + 1, i))
+        if kind in "BI":
+            is_last = r == pipe.size - 1
+            gradient = y[i] if is_last else pipe.irecv(np.empty_like(batch[0]), r + 1, m + i).wait()
+            dy[i] = gradient * (1 - y[i] ** 2)
+            if r > 0:
+                sent.append(pipe.isend(dy[i] @ weight.T, r - 1, m + i))
+        if kind in "BW":
+            d_weight += x.pop(i).T @ dy.pop(i)
+    for message in sent:
+        message.wait()
+    return d_weight
