@@ -207,6 +207,9 @@ assert all(idle(gpipe_lists(p, m), t) == (p - 1) * (t["F"] + t["B"]) for p, m in
 #
 # Exercise 10 asks for these lists: `make exercises PYTEST="-k e10"`. Write them before you open the next cell. And
 # guess: with $p = 4$ and $m = 8$ rank 0 of GPipe holds 8 activations. How many does rank 0 of 1F1B hold?
+#
+# And somebody claims 1F1B in 71 steps, a bubble of 0.0986, with $p = 8$ and $m = 32$.
+# **[Exercise 27](exercises/e27_71_steps.py)** asks you to refute it: `make exercises PYTEST="-k e27"`.
 
 # %%
 from chapters.support.predict import predict, reveal

@@ -215,6 +215,9 @@ if rank == 0:
 #
 # *Core, 8 minutes.*
 #
+# **[Exercise 26](exercises/e26_time_and_memory.py)** asks for a schedule with a new score of time and memory, and has
+# no best answer: `make exercises PYTEST="-k e26"`.
+#
 # Take 1F1B and split each `B`. If `W` followed `I` at once, only the gradients' way up would get shorter. Put `W` off
 # further: rank $r$ does `W` of microbatch $i$ after `I` of microbatch $i + r$. The last rank keeps $p-1$ of its `W` for
 # the end, so its last `I` is done $(p-1)T_W$ earlier. This is **ZB-H1**. It runs no more forwards ahead than 1F1B.

@@ -41,7 +41,7 @@ if rank == 0:
     show(layout_figures.plot_machine(places, machine.ROOM, machine.USED, most=130e9), "09_machine")
 
 # %% [markdown]
-# Each bar is the fullest GPU's memory in one layout, as the planner of [chapter 9](09_planning.ipynb) counts it. Every
+# Each bar is the fullest GPU's memory in one layout, as the planner of [chapter 10](10_planning.ipynb) counts it. Every
 # axis fails in its own way:
 #
 # - **dp** cuts the batch ([chapter 4](04_data_parallel.ipynb)). Every GPU keeps the whole model: 682 GB.
@@ -494,6 +494,9 @@ if rank == 0:
 # ## 9.6 A checkpoint moves
 #
 # *Core, 10 minutes.*
+#
+# **[Exercise 28](exercises/e28_reshard.py)** asks for a parameter on tp 4 from the pieces that dp 2 x tp 2 wrote:
+# `make exercises PYTEST="-k e28"`.
 #
 # A run is stopped and goes on: on more ranks, or fewer, or cut otherwise. So a checkpoint must not know its layout.
 # Each rank writes the elements that *it* owns, and names them by their place in the serial model's parameter. Here is

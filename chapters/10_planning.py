@@ -536,7 +536,8 @@ if rank == 0:
 #
 # *Deeper, 12 minutes.*
 #
-# Section 10.2 left two families.
+# Section 10.2 left two families. **[Exercise 29](exercises/e29_where_zero3_loses.py)** asks from which cluster on the
+# first one loses: `make exercises PYTEST="-k e29"`.
 #
 # **ZeRO-3 with tp $t$** (alone: $t = 1$). All cards of a host together carry $6\Psi$ bytes with each microbatch,
 # whatever $t$ is: $6\Psi\beta/g$ seconds. If the step is one microbatch, the host's GPUs compute for $6\Psi\nu/S$

@@ -1,4 +1,4 @@
-"""Exercise 27 (chapter 8): 1F1B in 71 steps?
+"""Exercise 27 (chapter 7): 1F1B in 71 steps?
 
 Somebody claims a bubble of 7/71 = 0.0986 for 1F1B with p = 8 ranks, one stage on each, and m = 32 microbatches. F and B
 take one step each, so a rank works for 64 steps and idles for 7. `claim()` returns the timetable, in which each action
