@@ -93,8 +93,7 @@ def check_context(model: Module, comm: Communicator) -> None:
         for strategy, ranks in module.split_over:
             if strategy == "context_parallel" and not set(ranks) <= set(comm.ranks):
                 why = f"context_parallel has shared each sample's tokens among ranks {list(ranks)}"
-                remedy = "wrap it over all ranks that hold other tokens, such as mesh.dp_cp"
-                raise UsageError(f"a wrapper over ranks {list(comm.ranks)}: {why}; {remedy}")
+                raise UsageError(f"a wrapper over ranks {comm.ranks}: {why}; wrap it over mesh.dp_cp, which has all")
 
 
 def check_trainable(model: Module) -> None:

@@ -244,7 +244,7 @@ def test_a_wrapper_has_all_ranks_that_share_tokens(stage, inside):
         mesh, model = DeviceMesh(comm, dp=2, cp=2), GPT(SHAPE)
         context_parallel(model, mesh.cp)
         wrapped = Outer(model) if inside else model
-        with pytest.raises(UsageError, match="shared each sample's tokens among ranks .*such as mesh.dp_cp"):
+        with pytest.raises(UsageError, match="shared each sample's tokens among ranks .*wrap it over mesh.dp_cp"):
             shard(wrapped, mesh.dp, stage)
         shard(wrapped, mesh.dp_cp, stage)
 
