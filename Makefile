@@ -148,7 +148,7 @@ exercises: $(VENV)/.test
 
 reference: $(VENV)/.reference
 	$(BIN)/python -m pytest tests/reference $(PYTEST)
-	$(BIN)/python -m pytest -m long $(PYTEST)
+	$(BIN)/python -m pytest -m long -p no:nbmake --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
