@@ -423,8 +423,21 @@ assert same_bits(bits, plain_bits)
 say(f"stage 3 has the bits of stage 0; parameters on rank 0: at most {most[0]:,} bytes instead of {8 * ALL:,}")
 
 # %% [markdown]
-# Next to its chunks a rank never holds more than one whole layer.
+# Next to its chunks a rank never holds more than one whole layer. Here is a step of the library's stage 3 with three
+# units on four threads, recorded without the prefetch that comes below. The last unit stays between its forward and its
+# backward, which follows at once:
 #
+# ![Stage 3 on four ranks: units are gathered, used and freed](../visualize/gallery/zero3_units.gif)
+#
+# The same for print, of unit 1:
+
+# %%
+if rank == 0:
+    from chapters.support.ch05 import animate_units
+
+    show(animate_units.still(animate_units.record()), "05_units")
+
+# %% [markdown]
 # ### FSDP in thirty lines
 #
 # *Deeper, 10 minutes.*

@@ -35,7 +35,7 @@ rank, c = comm.rank, comm.size  # this rank, and the number of ranks
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 say(f"{c} rank{'s' if c > 1 else ''}")
 if rank == 0:
-    from chapters.support.ch11 import figures
+    from chapters.support.ch11 import animate_ring, figures
     from chapters.support.show import show, show_source
 
     show(figures.plot_mask(8), "11_mask")
@@ -362,6 +362,17 @@ assert relative_difference(out, whole[0, 0, own]) < 1e-12
 say(f"a ring of one head over {c} ranks = one device")
 
 # %% [markdown]
+# Here it runs on four threads, whose messages are recorded. A row of the table has the scores of one rank's queries:
+#
+# ![Ring attention on four ranks](../visualize/gallery/ring_attention.gif)
+#
+# The same for print. `record_both` checks that the library's ring does the same:
+
+# %%
+if rank == 0:
+    show(animate_ring.still(animate_ring.record_both(simple_ring)), "11_ring_steps")
+
+# %% [markdown]
 # That is ring attention. Two things make the general version longer: it has all heads, and it can give the tokens to
 # the ranks in two orders. For a reason that 11.6 shows, we cut the sequence into $2c$ chunks and give each rank two of
 # them. *Contiguous* order gives rank $r$ the chunks $2r$ and $2r+1$; *zig-zag* order gives it $r$ and $2c-1-r$. A pair
@@ -443,8 +454,7 @@ for order in ("contiguous", "zigzag"):
 # $$(6c - 4)\,u\,h_{kv} \text{ elements.}$$
 
 # %%
-u = T // c  # B = 1
-ring_elements = (6 * c - 4) * u * h_kv if c > 1 else 0  # one rank sends nothing, not even the hop home
+ring_elements = (6 * c - 4) * (T // c) * h_kv if c > 1 else 0  # one rank sends nothing, not even the hop home
 assert sent == ring_elements * 8
 say(f"each rank sent {sent:,} bytes = (6c - 4) u h_kv values of 8 bytes")
 
@@ -531,11 +541,10 @@ if rank == 0:
 
 # %%
 def gathered_forward(comm, q, kv, order):
-    c = comm.size
-    everyone = comm.all_gather(kv, algorithm="ring").reshape(c, *kv.shape)
+    everyone = comm.all_gather(kv, algorithm="ring").reshape(comm.size, *kv.shape)
     out, lse = np.zeros_like(q), np.full((*q.shape[:-1], 1), -np.inf)
-    for owner in range(c):
-        for x, y, diagonal in pairs(comm.rank, owner, c, order):
+    for owner in range(comm.size):
+        for x, y, diagonal in pairs(comm.rank, owner, comm.size, order):
             out[x], lse[x] = merge(out[x], lse[x], *attend(q[x], *everyone[owner][:, y], diagonal))
     return out, lse
 

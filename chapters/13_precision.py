@@ -13,24 +13,10 @@
 # **How can a model be trained in two bytes per value, and which values need more?**
 #
 # All runs so far were float32 or float64. Large models are trained in 2 bytes: activations take half the memory, and
-# half the bytes where they are sent, and matrix products are many times as fast on hardware that is made for them. A
-# bf16 weight then has 7 bits of mantissa and the leading 1, two or three decimal digits. It is surprising that this
-# works, and it works only because a few values are *not* kept in 2 bytes. Most bugs of this kind are one of three:
-#
-# - a small update is added to a large weight, and nothing happens;
-#
-# - a small gradient becomes zero, or a large one infinite;
-#
-# - a sum has many terms, and the precision of its partial sums is that of the terms.
-#
-# This chapter shows each on plain arrays, then the remedy (master weights, loss scaling, sums in float32), and then
-# what the library does and where it rounds. The 16 bytes of chapter 5 become real, and we construct a run that learns
-# on 96 ranks and fails on 384.
-#
-# **Letters:** $p$ ranks that sum an array, or terms of a sum; $r$ one of them; $d$ ranks of dp; $P$ ranks of this run;
-# $\Psi$ parameters of the model; $G$ a gradient, $\theta$ a weight, $\eta$ the learning rate.
-#
-# Run it as `mpirun -n 8 python chapters/13_precision.py`, with any number of ranks.
+# matrix products are many times as fast on hardware that is made for them. But a bf16 weight has 7 bits of mantissa and
+# the leading 1, two or three decimal digits. At the end of this chapter a small GPT learns Python's text for 200 steps,
+# and its loss in bf16 is that of float32, 3.48. With one array left out it is 3.63. No value is infinite, no gradient
+# is wrong, and no error is raised. Here is the reason, with one weight:
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -38,42 +24,62 @@
 # cluster = start(8)
 
 # %%
-import math
-
 import ml_dtypes
 import numpy as np
 
-from chapters.support.ch13 import train
-from chapters.support.share_work import shared
 from chapters.support.show import printer
-from minipar.autograd import precision
-from minipar.comm import DeviceMesh, chunk_bounds, world
-from minipar.memory import MemoryLedger
-from minipar.nn import AdamW, Parameter
-from minipar.parallel.memory import elements_placed, model_state, precision_of
-from minipar.parallel.traffic import predicted_traffic
-from minipar.train.config import parse, resolve
-from minipar.train.data import load_tokens
-from minipar.train.from_config import step_layout
-from minipar.train.precision import LOSS_SCALE, LossScaler
-from minipar.train.trainer import Trainer
-from minipar.train.verify import verify
+from minipar.comm import world
 
 comm = world()
-rank, P = comm.rank, comm.size
+rank, P = comm.rank, comm.size  # this rank, and the number of ranks
 say = printer(rank)  # rank 0 prints and draws; every rank checks
+bf16 = np.dtype(ml_dtypes.bfloat16)  # NumPy has no bf16 of its own
+update, steps = 2**-9, 24
+weight, master = bf16.type(1), np.float32(1)
+curves = {"exact": [1.0], "bf16": [1.0], "bf16, with an fp32 master": [1.0]}
+for i in range(1, steps + 1):
+    weight = weight + bf16.type(update)  # adds, and rounds the sum to bf16
+    master = master + np.float32(update)
+    for curve, value in zip(curves.values(), (1 + i * update, weight, bf16.type(master)), strict=True):
+        curve.append(float(value))
+say(f"after {steps} updates of 2^-9: {curves['bf16'][-1]:.4f} in bf16, {curves['bf16, with an fp32 master'][-1]:.4f}")
 if rank == 0:
     from chapters.support.ch13 import figures
     from chapters.support.show import show, show_source
-say(f"{P} rank{'s' if P > 1 else ''}")
+
+    show(figures.plot_weight(curves, 2**-8), "13_weight")
+
+# %% [markdown]
+# The weight is 1, and each step adds $2^{-9}$ to it. In bf16 it never moves. The grey band ends halfway between 1 and
+# the next bf16 value: what lands in it is rounded back to 1. An fp32 copy of the weight, the *master*, collects the
+# updates, and the bf16 weight is rounded from it. That is the array that was left out.
+#
+# Training in 2 bytes works because a few values are *not* kept in 2 bytes. Most of its bugs are one of three:
+#
+# - a small update is added to a large weight, and nothing happens (13.2);
+#
+# - a small gradient becomes zero, or a large one infinite (13.4);
+#
+# - a sum has many terms, and the precision of its partial sums is that of the terms (13.5).
+#
+# Among the strategies of this course precision is no row of its own. It says how many bytes the filled part of a box
+# has, in the first row and in all others:
+
+# %%
+if rank == 0:
+    from chapters.support.overview import draw_strategies
+
+    show(draw_strategies(["one"]), "13_here")
 
 # %% [markdown]
 # ## 13.1 Sixteen bits
 #
+# *Core, 6 minutes.*
+#
 # A floating-point value is a sign, an exponent and a mantissa: $\pm\, 1.b_1 b_2 \dots b_m \cdot 2^e$. The bits of the
-# exponent say how far the values reach, those of the mantissa how close to each other they lie. 16 bits can be divided
-# in two ways. IEEE's half precision, **fp16**, has 5 and 10. **bf16** (bfloat16, from Google Brain) has 8 and 7: as
-# many bits for the exponent as float32 (**fp32**), and so the same range. The two formats at the end are for 13.9.
+# exponent say how far the values reach, those of the mantissa how close to each other they lie. IEEE's half precision,
+# **fp16**, has 5 and 10. **bf16** (bfloat16, from Google Brain) has 8 and 7: as many bits for the exponent as float32
+# (**fp32**), and so the same range. The last two formats are for 13.9.
 
 # %%
 FORMATS = {"fp32": (8, 23), "bf16": (8, 7), "fp16": (5, 10), "fp8 e4m3": (4, 3), "fp8 e5m2": (5, 2)}
@@ -82,9 +88,8 @@ if rank == 0:
 
 # %% [markdown]
 # The exponent of all ones is kept for infinities and NaN, that of all zeros for *subnormal* values, which have no
-# leading 1 and reach down to 0 in equal steps. So the two sizes say everything. The **unit roundoff** is the largest
-# relative error of rounding a value to the nearest: half the distance from 1 to its upper neighbour. That distance is
-# an *ulp* (unit in the last place) of 1.
+# leading 1 and reach down to 0 in equal steps. The **unit roundoff** is the largest relative error of rounding a value
+# to the nearest: half the distance from 1 to its upper neighbour. That distance is an *ulp* (unit in the last place).
 
 
 # %%
@@ -103,7 +108,6 @@ def table(name, dtype, largest, normal, smallest, roundoff):
     say(f"{name:<9} largest {largest:<9.3g} smallest normal, smallest, unit roundoff: {powers}")
 
 
-bf16 = np.dtype(ml_dtypes.bfloat16)
 for name, dtype in (("fp32", "float32"), ("bf16", bf16), ("fp16", "float16")):
     table(name, dtype, *limits(*FORMATS[name]))
 assert limits(8, 7)[3] == 2**-8 and limits(5, 10)[3] == 2**-11 and limits(5, 10)[:2] == (65504, 2**-14)
@@ -114,6 +118,8 @@ assert limits(8, 7)[3] == 2**-8 and limits(5, 10)[3] == 2**-11 and limits(5, 10)
 # 13.5), fp16 loses small *values* (13.4).
 #
 # ### A cast in three lines
+#
+# *Deeper, 5 minutes.*
 #
 # A bf16 value is the upper half of an fp32 one. Cutting the lower half off would round towards zero. To round to the
 # nearest, add half of what is cut off, $2^{15}$, and then cut. A value in the middle between two neighbours must go to
@@ -150,75 +156,39 @@ with np.errstate(invalid="ignore"):  # NaN among them
 say("the cast = ml_dtypes': all 65,536 patterns, five values above each, and a million values of every size")
 
 # %% [markdown]
-# NumPy has no bf16 of its own. The package ml_dtypes adds one, and the library uses it (its casts are torch's to the
-# bit, which `tests/reference/test_precision.py` checks).
+# The library uses the package ml_dtypes, as we did above. Its casts are torch's to the bit, which
+# `tests/reference/test_precision.py` checks.
 #
 # ## 13.2 An update that is too small
 #
-# Take one weight that is 1, and add $2^{-9}$ to it in each step. The upper neighbour of 1 in bf16 is $1 + 2^{-7}$, and
-# everything up to the middle between them, $1 + 2^{-8}$, is rounded back to 1. After a million steps the weight is 1.
-# This is not a rare case: AdamW divides a gradient by its own size, so each step moves each weight by about $\eta$,
-# however small its gradient is. **A step of $\eta$ is lost where half an ulp is more than $\eta$**, and that is so for
-# each weight above $2^9 \eta$, and for some above $2^8 \eta$. With $\eta = 10^{-3}$ no weight above a half learns.
+# *Core, 6 minutes.*
+#
+# Back to the first picture. The upper neighbour of 1 in bf16 is $1 + 2^{-7}$, and everything up to the middle between
+# them, $1 + 2^{-8}$, is rounded back to 1. After a million steps of $2^{-9}$ the weight is 1. This is not a rare case:
+# AdamW divides a gradient by its own size, so each step moves each weight by about the learning rate $\eta$, however
+# small its gradient is. **A step of $\eta$ is lost where half an ulp is more than $\eta$**, and that is so for each
+# weight above $2^9 \eta$, and for some above $2^8 \eta$. With $\eta = 10^{-3}$ no weight above a half learns.
 #
 # The remedy is from Micikevicius et al. 2017 (arXiv 1710.03740): the optimizer keeps a **master** of each weight in
-# fp32. It updates the master, and the model gets a rounded copy. The small steps add up in the master, and when they
-# have come to half an ulp, the copy moves:
+# fp32, updates it, and gives the model a rounded copy. The third curve of the picture is never further from the exact
+# one than half an ulp:
 
 # %%
-step, steps = np.float32(2**-9), 24
-plain, master = np.ones(1, bf16), np.ones(1, np.float32)
-curves = {"exact": [1.0], "bf16": [1.0], "bf16, with an fp32 master": [1.0]}
-for i in range(1, steps + 1):
-    plain = to_bf16(to_fp32(plain) + step)
-    master += step
-    for name, value in zip(curves, (1 + i * step, plain[0], to_bf16(master)[0]), strict=True):
-        curves[name].append(float(value))
 assert set(curves["bf16"]) == {1.0} and to_bf16(np.float32([1 + 2**-8])) == 1  # the middle, too: 1 is the even one
 assert np.abs(np.array(curves["bf16, with an fp32 master"]) - curves["exact"]).max() <= 2**-8  # half an ulp
-say(f"after {steps} steps of 2^-9: {curves['bf16'][-1]:.4f} in bf16, {curves['bf16, with an fp32 master'][-1]:.4f}")
 
 # %% [markdown]
-# ### An aside: stochastic rounding
-#
-# There is another way, without a master: round up or down *by chance*, up with a probability that is the distance from
-# the lower neighbour in ulps (Gupta et al. 2015, arXiv 1502.02551). Each single result is worse than the nearest one.
-# But its mean is exact, so small steps are not lost: of four steps of a quarter ulp, one on average moves the weight.
-# On bits it is simpler than the cast above: add 16 random bits to the 16 that are cut off, and let the carry decide.
-
-
-# %%
-def round_by_chance(x, random):
-    """Round float32 to bfloat16, up with the probability of the distance from the lower neighbour."""
-    return ((x.view(np.uint32) + random.integers(0, 2**16, x.shape, np.uint32)) >> 16).astype(np.uint16).view(bf16)
-
-
-random = np.random.default_rng(7)
-many = np.full(100_000, 1 + 2**-9, np.float32)
-mean = to_fp32(round_by_chance(many, random)).mean(dtype=float)
-deviation = 2**-7 * np.sqrt(3 / 16 / many.size)  # of a mean of values that are 1 or 1 + 2^-7, these a quarter of all
-assert abs(mean - (1 + 2**-9)) < 4 * deviation and set(to_bf16(many)) == {1}
-assert same(round_by_chance(to_fp32(patterns), random), patterns)  # what needs no rounding is not changed
-weight = np.ones(1, bf16)
-curves["bf16, rounded by chance"] = [1.0]
-for _ in range(steps):
-    weight = round_by_chance(to_fp32(weight) + step, random)
-    curves["bf16, rounded by chance"].append(float(weight[0]))
-say(f"1 + {2**-9:.6f}, rounded {many.size:,} times: the mean is 1 + {mean - 1:.6f} by chance, 1 to the nearest")
-if rank == 0:
-    show(figures.plot_weight(curves, 2**-8), "13_weight")
-
-# %% [markdown]
-# The grey band is half an ulp to either side of 1. Stochastic rounding saves 4 bytes per parameter and is used where
-# hardware supports it. Its noise grows with each step, and the result depends on random bits, which a proof "bit for
-# bit" would have to key as chapter 2 keys dropout. Masters are the standard.
-#
 # ### AdamW with masters
 #
 # Here is the whole optimizer step. Of its five arrays, `weight` alone has 2 bytes (and the gradient it is given):
 
 
 # %%
+import math
+
+from minipar.nn import AdamW, Parameter
+
+
 def adamw_step(weight, master, m, v, gradient, step, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8):
     gradient = gradient.astype(np.float32)  # wide before anything is squared or added
     m += (1 - beta1) * (gradient - m)
@@ -250,17 +220,71 @@ if rank == 0:
     show_source(AdamW.update)
 
 # %% [markdown]
-# ## 13.3 Sixteen bytes, eighteen, twenty
+# ### An aside: stochastic rounding
 #
-# Now count. Weight 2 bytes, gradient 2 bytes, master 4, two moments 4 each: $2 + 2 + 12 = 16$ bytes per parameter, as
-# in the ZeRO paper (chapter 5). The gradient's 2 bytes are risky. Gradients of several microbatches are added up, and a
-# sum in bf16 loses terms as a weight loses updates. So most frameworks add up in fp32: $2 + 4 + 12 = 18$ bytes. That is
-# the library's default; `--gradients bf16 --reduce-dtype bf16` gives the 16. The second flag is about sums over ranks
-# (13.5). If the two differ, plain data parallelism has the gradient in both: 20.
+# *Deeper, 4 minutes.*
 #
-# The ledger of chapter 5 says what a run really holds. Here a small GPT trains over our ranks at each ZeRO stage:
+# There is another way, without a master: round up or down *by chance*, up with a probability that is the distance from
+# the lower neighbour in ulps (Gupta et al. 2015, arXiv 1502.02551). Each single result is worse than the nearest one.
+# But its mean is exact, so small steps are not lost: of four steps of a quarter ulp, one on average moves the weight.
+# On bits it is simpler than the cast above: add 16 random bits to the 16 that are cut off, and let the carry decide.
+
 
 # %%
+def round_by_chance(x, random):
+    """Round float32 to bfloat16, up with the probability of the distance from the lower neighbour."""
+    return ((x.view(np.uint32) + random.integers(0, 2**16, x.shape, np.uint32)) >> 16).astype(np.uint16).view(bf16)
+
+
+random = np.random.default_rng(7)
+many = np.full(100_000, 1 + 2**-9, np.float32)
+mean = to_fp32(round_by_chance(many, random)).mean(dtype=float)
+deviation = 2**-7 * np.sqrt(3 / 16 / many.size)  # of a mean of values that are 1 or 1 + 2^-7, these a quarter of all
+assert abs(mean - (1 + 2**-9)) < 4 * deviation and set(to_bf16(many)) == {1}
+assert same(round_by_chance(to_fp32(patterns), random), patterns)  # what needs no rounding is not changed
+weight = np.ones(1, bf16)
+curves["bf16, rounded by chance"] = [1.0]
+for _ in range(steps):
+    weight = round_by_chance(to_fp32(weight) + np.float32(update), random)
+    curves["bf16, rounded by chance"].append(float(weight[0]))
+say(f"1 + {2**-9:.6f}, rounded {many.size:,} times: the mean is 1 + {mean - 1:.6f} by chance, 1 to the nearest")
+if rank == 0:
+    show(figures.plot_weight(curves, 2**-8), "13_chance")
+
+# %% [markdown]
+# Stochastic rounding saves 4 bytes per parameter and is used where
+# hardware supports it. Its noise grows with each step, and the result depends on random bits, which a proof "bit for
+# bit" would have to key as chapter 2 keys dropout. Masters are the standard.
+#
+# ## 13.3 Bytes per parameter
+#
+# *Deeper, 6 minutes.*
+#
+# In fp32 a run holds 16 bytes of model state per parameter: parameter and gradient 4 bytes each, and two moments of 4.
+# In bf16 parameters have 2 bytes, and activations too. Gradients of several microbatches are added up, and a sum in
+# bf16 loses terms as a weight loses updates. So most frameworks add up in fp32, and so does the library.
+#
+# **Predict**: how many bytes of model state per parameter does such a run in bf16 hold?
+
+# %%
+from chapters.support.predict import predict, reveal
+
+predict("bytes of model state per parameter", ...)  # replace the dots by a number
+
+# %% [markdown]
+# The ledger of chapter 5 says what a run really holds. Here a small GPT trains over our ranks at each ZeRO stage, with
+# gradients in fp32 and in bf16:
+
+# %%
+from chapters.support.ch13 import train
+from minipar.comm import DeviceMesh
+from minipar.memory import MemoryLedger
+from minipar.parallel.memory import elements_placed, model_state, precision_of
+from minipar.train.config import parse, resolve
+from minipar.train.data import load_tokens
+from minipar.train.from_config import step_layout
+from minipar.train.trainer import Trainer
+
 text = load_tokens(None, vocab_size=256, seq_len=32)
 
 
@@ -279,13 +303,15 @@ def held_by(flags):
     return trainer, {kinds[:3] for _, kinds in ledger.moments}
 
 
-for dtype, width in (("bf16", 16), ("fp32", 18)):
+for dtype, width in (("fp32", 18), ("bf16", 16)):
     for stage in range(4):
         trainer, held = held_by(f"--gradients {dtype} --reduce-dtype {dtype} --zero-stage {stage}")
         psi, own = elements_placed(step_layout(trainer.config).placements(), rank)
         expected = model_state(psi, own, stage, precision_of("bfloat16", trainer.config.run.gradients))
         assert psi == trainer.size and held == {(expected.parameters, expected.gradients, expected.optimizer)}
         assert stage > 0 or held == {(2 * psi, (width - 14) * psi, 12 * psi)}
+        if (dtype, stage) == ("fp32", 0):
+            reveal("bytes of model state per parameter", expected.total // psi, say)
         equal = f"{width} Psi, Psi = {psi:,}" if stage == 0 else "the formula's"
         say(f"gradients in {dtype}, stage {stage}: {expected.total:>7,} bytes on rank 0 = {equal}")
 trainer, held = held_by("--reduce-dtype bf16")
@@ -293,25 +319,28 @@ assert max(map(sum, held)) == 20 * trainer.size
 say(f"gradients in fp32, sums in bf16: up to {20 * trainer.size:,} bytes = 20 Psi")
 
 # %% [markdown]
-# `==`, at every moment of a step. As a command line: `--dtype bf16 --memory out/memory.json`. Activations have 2 bytes
-# as well. Compare with fp32, which needs $4 + 4 + 8 = 16$ as well: **16-bit training saves no model state**, and with
-# fp32 gradients it takes 2 bytes more (but ZeRO's stages save more of it, since they divide the 12). It saves
-# activations, the bytes of all messages but sums (13.7), and time.
+# Weight 2 bytes, gradient 4, master 4, two moments 4 each: $2 + 4 + 12 = 18$. **Training in 16 bits saves no model
+# state**; with fp32 gradients it takes 2 bytes more than fp32 (but ZeRO's stages save more of it, since they divide the
+# 12). It saves activations, the bytes of all messages but sums (13.7), and time. `--gradients bf16` gives the 16 bytes
+# of the ZeRO paper (chapter 5). `--reduce-dtype bf16` is about sums over ranks (13.5). If the two differ, plain data
+# parallelism has the gradient in both: 20. The ledger and the formula are equal at every moment of a step. As a
+# command line: `--dtype bf16 --memory out/memory.json`.
 #
 # ## 13.4 Gradients that vanish
 #
+# *Core, 8 minutes.*
+#
 # fp16 begins at $2^{-24}$, and what is below half of that becomes zero. Is a gradient so small? The loss is a mean over
-# the tokens of a step, so backward begins with 1 / tokens: $2^{-9}$ in our small run, and $2^{-22}$ in one with 4
-# million tokens. (PyTorch's DDP divides by the tokens of a rank first and by the ranks when it sums: its values are $d$
-# times as large.) The weights' gradients are sums over tokens; the *activations'* gradients, of which they are made,
-# are not.
+# the tokens of a step, so backward begins with 1 / tokens: $2^{-9}$ in our small run, $2^{-22}$ in one with 4 million.
+# The weights' gradients are sums over tokens; the *activations'* gradients, of which they are made, are not.
 #
 # The remedy is one multiplication: **scale the loss**. If the loss is $2^{16}$ times as large, so is each gradient of
 # the backward pass, by the chain rule. The optimizer divides by the scale, in fp32. A power of two changes no mantissa.
-# How large? Large enough that nothing vanishes, small enough that nothing is infinite. We compute one gradient of a
-# small GPT (512 tokens) with each scale, and compare it with the gradient in fp32:
+# How large? We compute one gradient of a small GPT (512 tokens) with each scale, and compare it with that in fp32:
 
 # %%
+from chapters.support.share_work import shared
+
 exact = train.first_gradient("float32")
 scales = list(range(-26, 29, 2))
 errors = {name: [] for name in ("fp16", "bf16")}
@@ -330,47 +359,61 @@ if rank == 0:
 # %% [markdown]
 # The left picture shows the gradients of all activations, computed in fp32, and what fp16 has room for. The right one
 # shows the error of the weights' gradient, which is made of them. With fp16 there is a window. To its left values
-# vanish, and with them the gradient; to its right they become infinite (such points are not drawn). Our small run needs
-# no scale, as $2^0$ is just inside; the run with 2 million tokens would learn nothing. bf16 needs no scale, because its
-# range is that of fp32: its error is that of 8 bits wherever it stands, and in the window 8 times that of fp16. That no
-# scale is needed is why bf16 has taken over.
+# vanish; to its right they become infinite (such points are not drawn). Our small run needs no scale, as $2^0$ is just
+# inside; the run with 2 million tokens would learn nothing. bf16 has fp32's range and needs no scale, and that is why
+# it has taken over. In the window its error is 8 times that of fp16.
 #
 # ### A loop that finds the scale
 #
+# *Deeper, 12 minutes.*
+#
 # The window moves as a training goes on. So the scale is found by trial: start with $2^{16}$; if a gradient is infinite
 # or NaN, *skip the step* and halve the scale; after 2000 good steps in a row double it. A skipped step costs little.
-# Here is the loop on plain arrays. Each rank has its own gradient in fp16, and the sum over ranks is a reduce-scatter,
-# as in ZeRO: each rank updates its chunk. The gradients lie between $2^{-34}$ and 1, and only the last rank has one
-# that is too large for the first scale. One question is left open: who decides that a step is good?
-
+#
+# One question is left: the sum over ranks is a reduce-scatter, as in ZeRO, so each rank sees only its chunk of it. Who
+# decides that a step is good? **[Exercise 19](exercises/e19_loss_scaling.py)** asks for such a step over ranks. Write
+# it before you open the cell after the next one: `make exercises PYTEST="-k e19"`.
+#
+# The problem on plain arrays: weights `whole` shall become `targets`. Weight $i$ has the gradient `slopes[i]` times its
+# distance, and the slopes lie between $2^{-34}$ and 1. The last weight is special. Only the last rank wants anything of
+# it, and wants so much that its gradient is too large for the first scale.
 
 # %%
+from minipar.comm import chunk_bounds
+from minipar.train.precision import LOSS_SCALE, LossScaler
+
+size = 8 * P
+slopes = np.geomspace(2.0**-34, 1 / P, size)
+targets = np.ones(size)
+targets[-1] = P if rank == P - 1 else 0  # the mean over the ranks is 1, everywhere
+begin, end = chunk_bounds(size, P)[rank]  # this rank's chunk
+
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def next_scale(scale, good, finite, patience=2000):
     """Return the scale of the next step, and the good steps since it changed."""
     if not finite:
         return scale / 2, 0
-    return (scale * 2, 0) if good + 1 == patience else (scale, good + 1)
-
-
-size = 8 * P
-sizes = np.geomspace(2.0**-34, 1 / P, size)
-targets = np.ones(size)
-targets[-1] = P if rank == P - 1 else 0  # the mean over the ranks is 1, everywhere
-begin, end = chunk_bounds(size, P)[rank]
+    if good + 1 == patience:
+        return scale * 2, 0
+    return scale, good + 1
 
 
 def descend(is_good, scale=LOSS_SCALE):
-    """Take 60 steps. Return this rank's weights, and the scale in each step. Skipped steps are negative."""
+    """Take 60 steps. Return all weights, and the scale in each step; those of skipped steps are negative.
+
+    is_good: decides whether this rank takes a step, from whether its own chunk of the sum is finite
+    """
     whole, good, scales = np.zeros(size), 0, []
     for _ in range(60):
         with np.errstate(over="ignore", invalid="ignore"):
-            gradient = (scale * sizes * (whole - targets)).astype(np.float16)  # may vanish, or become infinite
+            gradient = (scale * slopes * (whole - targets)).astype(np.float16)  # may vanish, or become infinite
             chunk = comm.reduce_scatter(gradient.astype(np.float32))  # the sum is in fp32
         finite = is_good(np.isfinite(chunk).all())
         scales.append(scale if finite else -scale)
         own = whole[begin:end]
         if finite:  # as AdamW does, each step is relative to the gradient's own size
-            own = own - 0.3 * chunk / scale / P / sizes[begin:end]
+            own = own - 0.3 * chunk / scale / P / slopes[begin:end]
         scale, good = next_scale(scale, good, finite, patience=20)
         whole = comm.all_gather(own)
     return whole, scales
@@ -380,6 +423,10 @@ def all_agree(mine):
     return not comm.all_reduce(np.array([float(not mine)]), op="max")[0]
 
 
+# %% [markdown]
+# We run it three times: all ranks agree on each step; without a scale; and each rank decides for itself.
+
+# %%
 whole, agreed = descend(all_agree)
 every = comm.all_gather(np.array(agreed)).reshape(P, -1)
 assert (every == agreed).all() and agreed[:2] == [-LOSS_SCALE, LOSS_SCALE / 2]
@@ -422,9 +469,17 @@ say(f"an overflow on rank {P - 1} in the second step: every rank skipped it, and
 #
 # ## 13.5 The sum over ranks
 #
+# *Core, 8 minutes.*
+#
+# **Predict**: 512 ranks hold the value 1 each and add up in bf16, one after the other. What is the sum?
+
+# %%
+predict("the sum of 512 ones in bf16", ...)  # replace the dots by a number
+
+# %% [markdown]
 # In a ring all-reduce a chunk travels from rank to rank, and each adds its own values (chapter 3). If the messages are
-# bf16, each partial sum is rounded: $p - 1$ roundings, each of at most $2^{-8}$ of a partial sum, which is at most the
-# sum of all absolute values. So
+# bf16, each partial sum is rounded: $p - 1$ times, by at most $2^{-8}$ of itself. And a partial sum is at most the sum
+# of all absolute values. So
 #
 # $$\lvert \text{ring sum} - \text{sum} \rvert \;\le\; (p-1)\, 2^{-8} \sum_r \lvert G_r \rvert .$$
 #
@@ -448,6 +503,7 @@ def ring_sum(terms, dtype=bf16):
 
 terms = np.random.default_rng(5).normal(size=(P, 1001)).astype(bf16)
 assert same(ring_sum(terms), comm.all_reduce(terms[rank].copy(), algorithm="ring"))
+reveal("the sum of 512 ones in bf16", float(ring_sum(np.ones((512, 1), bf16))[0]), say)
 
 
 def largest_error(terms, dtype):
@@ -474,13 +530,14 @@ for name, line in lines.items():
     say(f"{name:<34} p = 2: {line[0]:.1e}, p = {RANKS[len(line) - 1]}: {line[-1]:.1e}")
 
 # %% [markdown]
-# Look at the nearly equal terms. At 1024 the error is more than a half: **the sum stands still**, for the reason of
-# 13.2. When it is $2^9$ times as large as a term, the next term is less than half an ulp of it, and so are all others.
-# Before that, from $2^8$ on, an ulp is 2, and a term of 1.1 is rounded up to it: the sum is too large, by a fifth at $p
-# = 384$, and at 512 the two mistakes happen to cancel each other. The gradients of samples have different signs, so
-# their partial sums stay smaller. Their error grows with $p$ all the same, and in fp32 it does not.
+# **The sum stands still**, for the reason of 13.2. At 256 the next bf16 value is 258, and $256 + 1$ is rounded back, to
+# the even one. However many ones follow, the sum stays. The nearly equal terms end with an error of more than a half.
+# The gradients of samples have different signs, so their partial sums stay smaller. Their error grows with $p$ all the
+# same, and in fp32 it does not.
 #
 # ## 13.6 A run that trains on 96 ranks and fails on 384
+#
+# *Deeper, 8 minutes.*
 #
 # In 2023 somebody reported that a Llama of 1 and of 7 billion parameters trained well on 12 hosts of 8 GPUs and became
 # unstable on 48 hosts. The cause was `reduce_dtype=bf16` ([pytorch, issue
@@ -539,18 +596,18 @@ if rank == 0:
 #
 # Be careful with the other direction: that a run trains well with bf16 sums on 4 ranks (13.8) proves nothing about 512.
 #
+# (In the picture of 13.5 the error of the nearly equal terms is smaller at $p = 512$ than at 384, by accident. From
+# $2^8$ on an ulp is 2, and a term of 1.1 is rounded up to it, so that the sum is too large, by a fifth at $p = 384$.
+# Later the sum stands still and becomes too small, and at 512 the two mistakes happen to cancel.)
+#
 # ## 13.7 Where the library rounds
 #
-# "Trained in bf16" says little; which values are rounded? In the library each operation of autograd is a `Function`.
-# With inputs of 2 bytes its forward and its backward get fp32 arrays. What they return, and what forward saves for
-# backward, is rounded. So a matrix product adds up in fp32 and rounds once, as a GPU's tensor cores do, and so do a
-# softmax and a norm. This is one file, and no operation knows of it:
-
-# %%
-if rank == 0:
-    show_source(precision.forward, precision.backward)
-
-# %% [markdown]
+# *Core, 4 minutes.*
+#
+# "Trained in bf16" says little; which values are rounded? In the library an operation with inputs of 2 bytes gets fp32
+# arrays. What it returns, and what forward saves for backward, is rounded. So a matrix product adds up in fp32 and
+# rounds once, as a GPU's tensor cores do, and so do a softmax and a norm.
+#
 # | value | dtype | why |
 # | --- | --- | --- |
 # | weights and activations, and messages that hold them | bf16 | memory, bytes, products |
@@ -562,11 +619,26 @@ if rank == 0:
 # | masters, moments, the update | fp32 | small differences (13.2) |
 # | loss, norm of the gradient | fp32, added up in float64 | sums over everything |
 #
+# ### One file, and equal bits
+#
+# *Deeper, 6 minutes.*
+#
+# The rounding around operations is one file, and no operation knows of it:
+
+# %%
+from minipar.autograd import precision
+
+if rank == 0:
+    show_source(precision.forward, precision.backward)
+
+# %% [markdown]
 # Rounding is a function of its input like any other, so the proofs of the other chapters hold: where the order of sums
 # is the same, the bits are the same. In each of these layouts, a training in bf16, in bf16 with gradients and sums in
 # bf16, and in fp16 has **the bits of one device** that computes all of it alone:
 
 # %%
+from minipar.train.verify import verify
+
 LAYOUTS = [({"dp": P}, f"--layers 1 --zero-stage {stage}") for stage in range(4)]
 if P > 1:
     LAYOUTS.append(({"pp": P}, f"--layers {P} --schedule 1f1b"))
@@ -587,6 +659,8 @@ for axes, flags in LAYOUTS:
 # the sums over dp are fp32, so the bytes are those of fp32; of a step:
 
 # %%
+from minipar.parallel.traffic import predicted_traffic
+
 for flags in ("--dtype fp32", "--dtype bf16", "--dtype bf16 --reduce-dtype bf16"):
     trainer = trainer_for(f"{flags} --global-batch {P}")
     trainer.step(0)
@@ -599,9 +673,16 @@ for flags in ("--dtype fp32", "--dtype bf16", "--dtype bf16 --reduce-dtype bf16"
 # %% [markdown]
 # ## 13.8 Four trainings
 #
+# *Core, 5 minutes.*
+#
 # Does one see all this in a loss? A small GPT learns Python's text for 200 steps, with a learning rate that falls from
 # $5 \cdot 10^{-4}$ to a tenth of it: in fp32; in bf16; in bf16 *without masters*, where AdamW starts from the rounded
 # weight (its moments are fp32, and it computes in fp32); and in bf16 with gradients and sums in bf16, over 4 ranks.
+#
+# **Predict**: which share of the LayerNorms' weights, which begin at 1, is still 1 after the run without masters?
+
+# %%
+predict("share of weights of LayerNorms that never moved, without masters", ...)  # a value from 0 to 1
 
 # %%
 if rank == 0:
@@ -616,22 +697,25 @@ trained = dict(zip(RUNS, shared(comm, train.train_precision, list(RUNS.values())
 final = {name: float(np.mean(losses[-20:])) for name, (losses, _) in trained.items()}
 for name, (_, untouched) in trained.items():
     say(f"{name:<24} loss of the last 20 steps {final[name]:.3f}, weights of LayerNorms still 1: {untouched:.0%}")
+reveal("share of weights of LayerNorms that never moved, without masters", trained["bf16 without masters"][1], say)
 behind = np.subtract(trained["bf16 without masters"][0], trained["fp32"][0])
 assert behind[-20:].mean() > 0.1 and behind[-20:].mean() > 1.5 * behind[100:120].mean()
 assert all(abs(final[name] - final["fp32"]) < 0.02 for name in ("bf16", "bf16 sums over 4 ranks"))
+assert abs(final["bf16"] - 3.48) < 0.02 and abs(final["bf16 without masters"] - 3.63) < 0.02  # as the first page says
 assert trained["bf16 without masters"][1] == 1 > 0.2 > trained["bf16"][1]
 if rank == 0:
     show(figures.plot_losses({name: losses for name, (losses, _) in trained.items()}, 20), "13_losses")
 
 # %% [markdown]
-# bf16 with masters is on fp32's curve, to the width of a line. So are the sums in bf16: with 4 ranks and this model
-# they do no harm that we could measure. Without masters the loss is worse by a seventh of a nat, and the distance grows
-# as the learning rate falls, because ever more weights stand still. *Not one* weight of a LayerNorm has moved: they
-# begin at 1, where half an ulp is $2^{-8}$ upwards and $2^{-9}$ downwards, and $\eta$ is about a quarter of that at
-# most. (With masters some of the copies are still 1, too. Their masters are not.) Nothing else shows it: no value is
-# infinite, the gradients are right, and their norm is ordinary.
+# bf16 with masters is on fp32's curve. So are the sums in bf16: with 4 ranks and this model they do no harm that we
+# could measure. Without masters the loss is worse by a seventh of a nat, and the distance grows as the learning rate
+# falls, because ever more weights stand still. *Not one* weight of a LayerNorm has moved: they begin at 1, where half
+# an ulp is $2^{-8}$ upwards and $2^{-9}$ downwards, and $\eta$ is at most about a quarter of that. (With masters some
+# copies are still 1, too. Their masters are not.) Nothing else shows it: the gradients are right, and so is their norm.
 #
 # ## 13.9 Eight bits
+#
+# *Deeper, 8 minutes.*
 #
 # Hardware since 2022 multiplies matrices of **fp8**, twice as fast as bf16 (Micikevicius et al. 2022, arXiv
 # 2209.05433). There are two kinds: **e4m3** for weights and activations, and **e5m2**, which reaches further, for
@@ -696,6 +780,8 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 #
 # ## 13.10 Names elsewhere
 #
+# *Deeper, 2 minutes.*
+#
 # | minipar | Megatron-LM | DeepSpeed | PyTorch |
 # | --- | --- | --- | --- |
 # | `--dtype bf16` | `--bf16` | `bf16: {enabled: true}` | `MixedPrecisionPolicy(param_dtype=...)`, `torch.autocast` |
@@ -707,11 +793,14 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 # | 2000 good steps | `--loss-scale-window` | `loss_scale_window` | `growth_interval=2000` |
 # | the run ends below 1 | `--min-loss-scale` | `min_loss_scale` | |
 #
-# The names are alike, the defaults are not always.
+# The names are alike, the defaults are not always. PyTorch's DDP divides the loss by the tokens of a rank, and by the
+# ranks when it sums. So the gradients of its activations are $d$ times as large as ours (13.4).
 #
 # The same in PyTorch: `chapters/pytorch/ch13.py`.
 #
 # ## 13.11 Problems
+#
+# *Deeper, 20 minutes.*
 #
 # 1. AdamW's steps are $3 \cdot 10^{-4}$, and there are no masters. Up to which size do bf16 weights learn? And fp16
 # weights?
@@ -733,6 +822,10 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 #
 # ## 13.12 Answers
 #
+# *Deeper, 5 minutes.*
+#
+# <details><summary>Answers</summary>
+#
 # 1. Half an ulp of the values from $2^k$ to $2^{k+1}$ is $2^{k-8}$ in bf16, and must be less than $3 \cdot 10^{-4}$: $k
 # \le -4$, so weights below $2^{-3} = 0.125$ learn. In fp16, with $2^{k-11}$, weights below 1.
 #
@@ -749,9 +842,9 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 # 6. $4095 \cdot 2^{-8} \approx 16$ times the sum of absolute values, which says nothing. In fp32 $4095 \cdot 2^{-24}
 # \approx 2.4 \cdot 10^{-4}$, and one rounding of $2^{-8}$ of the result.
 #
-# Exercise 19 in chapters/exercises is about this chapter.
+# </details>
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 for dtype, largest in ((bf16, 0.125), (np.dtype("float16"), 1.0)):
     weights = np.geomspace(1e-3, 4, 5000).astype(dtype)
     learns = (weights.astype(float) + 3e-4).astype(dtype) != weights

@@ -70,6 +70,8 @@ if rank == 0:
 #
 # ## 14.1 Six runs, five of them broken
 #
+# *Core, 12 minutes.*
+#
 # Six trainings were recorded in float32, each beside one device that is right. Five have a mistake of chapters 4 to 13,
 # which raises no error and prints no warning. **One has none.** The code is in `chapters/support/ch14/patients.py`; do
 # not open it yet. A to F are small models of the same kind. These flags were added to those of one device:
@@ -127,6 +129,8 @@ diagnosis = {"A": None, "B": None, "C": None, "D": None, "E": None, "F": None}
 # %% [markdown]
 # ## 14.2 Which check comes first
 #
+# *Core, 6 minutes.*
+#
 # The order of the checks follows the order of a step. Each check rests on the one before it: a gradient cannot be
 # judged where the weights differ. So go from top to bottom, and stop at the first "no".
 
@@ -141,7 +145,11 @@ if rank == 0:
 # rare event (clipping, an overflow, an expert without tokens). Record 20 steps to see them, with a warm-up of 10 and a
 # clipping that acts.
 #
-# From the symptom to the cause, with the chapter that shows it:
+# ### From the symptom to the cause
+#
+# *Deeper, 5 minutes.*
+#
+# Look here when a run of yours is wrong. The numbers are those of the chapters that show the cause.
 #
 # | symptom | first check | likely causes |
 # | --- | --- | --- |
@@ -165,6 +173,8 @@ if rank == 0:
 # bytes or memory shows them.
 #
 # ## 14.3 The judge: two precisions
+#
+# *Core, 5 minutes.*
 #
 # `compare` also calls the run without a mistake DIFFERENT. Its tolerance is a bound for ordinary runs, and this run is
 # not ordinary. How do we find it among the six? **A mistake does not become smaller when the precision becomes
@@ -194,6 +204,8 @@ if rank == 0:
 # real precision. Then compare with the tolerances of the next section.)
 #
 # ## 14.4 What drift is normal
+#
+# *Deeper, 15 minutes.*
 #
 # ### One sum
 #
@@ -319,6 +331,8 @@ if rank == 0:
 #
 # ## 14.5 Eighteen layouts, and torchtitan's eighteen
 #
+# *Deeper, 10 minutes.*
+#
 # In [issue 3029 of torchtitan](https://github.com/pytorch/torchtitan/issues/3029) somebody trains one model of debug
 # size in eighteen layouts, deterministic, with one seed and a global batch of 8. In the first table the losses of step
 # 1 lie between 12.0325 and 12.0797. That says nothing about the layouts: torchtitan shards the parameters first and
@@ -403,6 +417,8 @@ for (layout, dtype), off in zip(jobs, shared(comm, again, jobs), strict=True):
 # %% [markdown]
 # ## 14.6 The answers
 #
+# *Core, 8 minutes.*
+#
 # Before the cell prints them: which of your six are you sure of, and by which instrument?
 
 # %%
@@ -437,6 +453,9 @@ say(f"{points} of 6")
 # - **F** is cause 9 (chapters 6 and 9). The gradients of step 1 are equal and the norm is not. With clipping the rest
 # follows.
 #
+# **[Exercise 20](exercises/e20_broken_runs.py)** has three more broken runs, and asks for your diagnosis:
+# `make exercises PYTEST="-k e20"`.
+#
 # A record shows such a group best as a picture. These are B's gradients, with `python -m visualize compare`:
 
 # %%
@@ -452,6 +471,8 @@ if rank == 0:
 
 # %% [markdown]
 # ## 14.7 Check your own framework in ten minutes
+#
+# *Deeper, 10 minutes.*
 #
 # Nothing above needs minipar's trainer. `minipar/record.py` is 80 lines of NumPy, and your loop can write a record with
 # it. What you need is a model of toy size that both programs have, in one precision, from one file of weights, with the
@@ -502,6 +523,8 @@ elif rank == 0:
 #
 # ## 14.8 Problems
 #
+# *Deeper, 15 minutes.*
+#
 # 1. A run on 8 GPUs has a norm 2.83 times that of one GPU, in step 1 and in all later ones. The loss is equal. There
 # are no records. What do you suspect?
 #
@@ -518,6 +541,10 @@ elif rank == 0:
 #
 # ## 14.9 Answers
 #
+# *Deeper, 5 minutes.*
+#
+# <details><summary>Answers</summary>
+#
 # 1. $2.83 = \sqrt 8$. A norm is a root of squares, so squares are summed over ranks that all hold the same gradient:
 # 8 times the square. The gradients are right. If they were 8 times too large, the norm would be 8 times as large.
 #
@@ -533,9 +560,9 @@ elif rank == 0:
 # 5. The same step with `float64` for weights and sums. If the difference falls to $10^{-12}$, it was rounding. (With
 # one precision only: compare the gradients of all parameters. Rounding touches all of them by a similar amount.)
 #
-# Exercise 20 in chapters/exercises has three more runs.
+# </details>
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 assert round(8**0.5, 2) == 2.83
 assert 10 < in_epsilons("3e-3", "float32")[1] / in_epsilons("3e-3", "float32")[0] < 100
 hidden = np.array(narrow["E"]["run"][0]) / np.array(narrow["E"]["right"][0])

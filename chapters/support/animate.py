@@ -1,12 +1,12 @@
 """Animated collectives, from the messages of real runs: python -m chapters.support.animate DIRECTORY.
 
-It also writes the animated schedules (animate_schedules.py).
-
 Every rank is a thread, and every message that it sends is recorded with its values. An element's value tells its chunk
-and the ranks whose contributions it sums, so that nothing about an algorithm is assumed here.
+and the ranks whose contributions it sums, so that nothing about an algorithm is assumed here. The same command writes
+the animations of chapter 5 (ch05/animate_units.py), 8 (animate_schedules.py) and 11 (ch11/animate_ring.py).
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,8 @@ class Sent:
     chunks: dict[int, int]
 
 
-def record(op: str, algorithm: str, ranks: int) -> list[Sent]:
-    """Run a collective on `ranks` threads, one element for each chunk. Return its messages, round by round.
-
-    A rank sends one message in each round.
-    """
+def messages_of(ranks: int, run: Callable[[Communicator], Any]) -> tuple[list[tuple[int, int, np.ndarray]], list[Any]]:
+    """Run a function on `ranks` threads. Return its messages (source, dest, values), and what each rank returned."""
     log: list[tuple[int, int, np.ndarray]] = []
     isend = ThreadTransport.isend
 
@@ -53,12 +50,22 @@ def record(op: str, algorithm: str, ranks: int) -> list[Sent]:
         log.append((transport.rank, dest, array.copy()))
         return isend(transport, array, dest, tag, owner)
 
+    with patch.object(ThreadTransport, "isend", recording):
+        results = run_local(ranks, run)
+    return log, results
+
+
+def record(op: str, algorithm: str, ranks: int) -> list[Sent]:
+    """Run a collective on `ranks` threads, one element for each chunk. Return its messages, round by round.
+
+    A rank sends one message in each round.
+    """
+
     def run(comm: Communicator) -> None:
         x = (np.arange(ranks, dtype=np.int64) + 1) * CHUNK + (1 << comm.rank)
         getattr(comm, op)(x, algorithm=algorithm)
 
-    with patch.object(ThreadTransport, "isend", recording):
-        run_local(ranks, run)
+    log, _ = messages_of(ranks, run)
     messages, rounds = [], [0] * ranks
     for source, dest, values in log:
         chunks = {}
@@ -128,9 +135,14 @@ def animate(op: str, algorithm: str, title: str, ranks: int = 4) -> tuple[Pictur
 
 def main(directory: str) -> None:
     """Write the animations of the gallery."""
-    animations = {name: animate(*collective) for name, collective in GALLERY.items()}
-    animations["zero_bubble"] = animate_zero_bubble()
-    for name, (_, animation) in animations.items():
+    from chapters.support.ch05 import animate_units
+    from chapters.support.ch11 import animate_ring
+
+    animations = {name: animate(op, algorithm, title)[1] for name, (op, algorithm, title) in GALLERY.items()}
+    animations["zero_bubble"] = animate_zero_bubble()[1]
+    animations["zero3_units"] = animate_units.animate(animate_units.record())
+    animations["ring_attention"] = animate_ring.animate(animate_ring.record())
+    for name, animation in animations.items():
         path = Path(directory) / f"{name}.gif"
         animation.save(path, writer=PillowWriter(fps=8), dpi=80)
         print(path)
