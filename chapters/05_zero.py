@@ -882,7 +882,9 @@ if d > 1:  # the first three need a second rank to be mistakes
 # **Only the ledger sees memory.** Mistake 4 computes the right bits and sends the right bytes. It is only that the
 # whole model stays on every rank, and stage 3 has no purpose any more. A leak of this kind is found when a larger model
 # does not fit, unless somebody counts. (Asked for, it is an option: FSDP's `reshard_after_forward=False` keeps units
-# gathered from forward to backward, which trades that memory for $\Psi$ less on the wire.)
+# gathered from forward to backward, which trades that memory for $\Psi$ less on the wire.) The library refuses this
+# mistake: before it gathers a unit, it raises an error if a parameter still has values. `watch.py` leaves that check
+# out.
 #
 # ## 5.11 PyTorch's names
 #

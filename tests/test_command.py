@@ -1,6 +1,7 @@
 """Claims about the commands: a sub-command of `minipar` is the program that `python -m` runs; make names its tests."""
 
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ import pytest
 from launcher import ROOT, run_each, run_mpi
 
 from minipar.__main__ import COMMANDS
+from minipar.train.config import parse
 
 TINY = "--layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --steps 2 --reduction ordered".split()
 
@@ -55,6 +57,43 @@ def test_an_unknown_command_is_one_line_with_a_suggestion():
         == "minipar: error: minipar xyz: no such command; expected train, plan, generate, compare, bench, visualize\n"
     )
     assert run_mpi(3, ["-m", "minipar"]).stdout.count("usage:") == 1
+
+
+def demo() -> list[str]:
+    """Return the commands of `make demo`."""
+    argv = ["make", "--dry-run", "--no-print-directory", "--assume-old=.venv/.base", "demo"]
+    lines = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    return lines.replace("\\\n", " ").splitlines()
+
+
+def test_the_demo_asks_for_a_proof_and_continues_its_text():
+    train, traced = (line for line in demo() if "-m minipar.train" in line)
+    for line in train, traced:
+        argv = shlex.split(line.partition("-m minipar.train")[2].partition(" > ")[0])
+        config = parse(argv)
+        mesh = config.mesh
+        assert mesh.dp * mesh.tp * mesh.pp == 8 and config.data.path == "out/demo.txt"
+    assert "--verify" in train and any("'import this' > out/demo.txt" in line for line in demo())
+
+
+@pytest.mark.long
+def test_one_device_learns_the_demos_text_by_heart(tmp_path):
+    train = next(line for line in demo() if "-m minipar.train" in line)
+    argv = shlex.split(train.partition("-m minipar.train")[2])
+    zen = run("this").stdout
+    (tmp_path / "demo.txt").write_text(zen)
+    for flag in ("--dp", "--tp", "--pp", "--zero-stage", "--metrics"):
+        del argv[argv.index(flag) : argv.index(flag) + 2]
+    argv = [each for each in argv if each not in ("--sequence-parallel", "--verify")]
+    argv[argv.index("--data") + 1] = str(tmp_path / "demo.txt")
+    argv[argv.index("--export") + 1] = str(tmp_path / "model")
+    trained = subprocess.run([sys.executable, "-m", "minipar.train", *argv], cwd=ROOT, capture_output=True, text=True)
+    assert trained.returncode == 0, trained.stderr
+    written = run(
+        "minipar.generate", "--from", str(tmp_path / "model"), "--prompt", "Beautiful", "--tokens", "200"
+    ).stdout
+    right = sum(word in zen.split() for word in written.split())
+    assert right / len(written.split()) > 0.9, written
 
 
 def test_make_quick_names_a_test_of_each_package():

@@ -14,7 +14,7 @@ from training import config_for, trainer_for
 
 from minipar.comm import run_local
 from minipar.compare.causes import part_of
-from minipar.compare.differences import compare, main
+from minipar.compare.differences import as_text, compare, main
 from minipar.compare.step_comparison import StepComparison
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
@@ -214,6 +214,41 @@ def test_what_may_be_a_consequence_is_not_named(mistakes, named, tmp_path):
     write(tmp_path / "a")
     write(tmp_path / "b", **mistakes)
     assert [found.quantity for found in compare(tmp_path / "a", tmp_path / "b").differences] == named
+
+
+def drifted(directory, sizes, factor=1.0, dtype="float32"):
+    """Record a step for each size, by which gradients are off; in the last step they are multiplied by `factor`."""
+    random = np.random.Generator(np.random.Philox(7))
+    before = SERIAL.state_dict()
+    written = Record(directory, before, **{**FACTS, "dtype": dtype})
+    for step, size in enumerate(sizes):
+        gradients = {name: random.standard_normal(values.shape) for name, values in before.items()}
+        off = {name: random.standard_normal(values.shape) for name, values in before.items()}
+        right = 1.0 if step + 1 < len(sizes) else factor
+        changed = {name: right * gradients[name] + size * off[name] for name in gradients}
+        written.step(step, 5.0, 1.0, changed, before)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 1e-6), ("float64", 1e-15)])
+def test_what_grows_from_rounding_is_named_with_a_test(dtype, least, tmp_path):
+    drifted(tmp_path / "a", [0.0] * 8, dtype=dtype)
+    drifted(tmp_path / "b", [least * 4**step for step in range(8)], dtype=dtype)
+    finding = compare(tmp_path / "a", tmp_path / "b")
+    assert finding.step is not None and finding.step > 3
+    text = as_text(finding)
+    assert "rounding may have grown to this" in text and "record both in float64" in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "factor"),
+    [([1e-6] * 7 + [0.3], 1.0), ([1e-6] * 8, 1.2), ([0.3] * 8, 1.0)],
+    ids=["a jump", "a factor", "from step 0 on"],
+)
+def test_a_mistake_is_not_said_to_be_rounding(sizes, factor, tmp_path):
+    drifted(tmp_path / "a", [0.0] * 8)
+    drifted(tmp_path / "b", sizes, factor=factor)
+    finding = compare(tmp_path / "a", tmp_path / "b")
+    assert not finding.equal and not finding.may_be_rounding and "rounding may" not in as_text(finding)
 
 
 def test_the_keys_bias_which_is_noise_is_no_difference(tmp_path):

@@ -7,7 +7,7 @@ wrote. It needs no MPI.
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from minipar.cli import UsageParser, report, write_json, write_out
@@ -17,6 +17,11 @@ from minipar.compare.step_comparison import StepComparison
 from minipar.errors import UsageError, printable
 
 MOST = 0.01  # the largest relative difference that rounding explains
+GROWTH = 10  # times what rounding explains: a smaller difference may be rounding that training has amplified
+ADVICE = (
+    "  rounding may have grown to this: the step before is equal. To tell it from a mistake, resume both runs from one"
+    " checkpoint of the step before, or record both in float64, where only rounding is smaller"
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Finding:
     differences: tuple[Difference, ...]
     ratios: dict[int, dict[str, float | None]]  # by step and parameter: B's gradient norm / A's; None where equal
     skipped: tuple[int, ...] = ()  # by both runs, because gradients were not finite
+    may_be_rounding: bool = False  # the step before is equal, and the differences at most GROWTH times the limit
 
     @property
     def equal(self) -> bool:
@@ -67,6 +73,7 @@ def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding
     found: list[Difference] = []
     ratios = {}
     skipped = []
+    may_be_rounding = False
     last: StepComparison | None = None
     for step in steps:
         rounding = min(1000 * eps * (step + 1), MOST)
@@ -86,6 +93,8 @@ def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding
             has_step_before = step - 1 in run_a.steps and step - 1 in run_b.steps
             found = comparison.differences(last if has_step_before else None)
             first = step if found else None
+            wider = replace(comparison, limit=GROWTH * comparison.limit, update_limit=8 * GROWTH * rounding)
+            may_be_rounding = bool(found) and has_step_before and not wider.differences()
         last = comparison
     if len(skipped) == len(steps) and first is None:
         raise UsageError(f"{a} and {b} both skipped every step that they have in common, which proves nothing")
@@ -98,6 +107,7 @@ def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding
         differences=tuple(found),
         ratios=ratios,
         skipped=tuple(skipped),
+        may_be_rounding=may_be_rounding,
     )
 
 
@@ -129,6 +139,8 @@ def as_text(finding: Finding) -> str:
         count = f" ({len(found.parameters)} of {finding.parameters} parameters)" if found.parameters else ""
         lines.append(f"  {found.quantity}: {ratio}: {found.group}{count}")
         lines += [f"    {cause}" for cause in found.causes]
+    if finding.may_be_rounding:
+        lines.append(ADVICE)
     return "".join(f"{printable(line)}\n" for line in lines)
 
 
