@@ -326,19 +326,17 @@ def train_tokens(model, optimizer, context, steps, sum_gradients=lambda: None):
 UNSUMMED = "each of a rank's own tokens, were not summed: "
 
 
-@pytest.mark.parametrize("wrap", [lambda model, mesh: model, lambda model, mesh: shard(model, mesh.dp, 0)])
 @pytest.mark.parametrize(("method", "order"), [("ring", "zigzag"), ("ulysses", "contiguous")])
-def test_gradients_of_a_ranks_tokens_alone_are_refused(wrap, method, order):
-    """No wrapper, or one over the axis of the samples alone."""
+def test_gradients_of_a_ranks_tokens_alone_are_refused(method, order):
+    """Without a wrapper; one over the axis of the samples alone is refused before (test_refusals.py)."""
 
     def program(comm):
         mesh = DeviceMesh(comm, cp=comm.size)
         model = gpt()
         context = context_parallel(model, mesh.cp, method, order)
-        wrapped = wrap(model, mesh)
         optimizer = AdamW(model.parameters())
         x, y = text(range(2))
-        wrapped.loss(context.part(x), context.part(y)).backward()
+        model.loss(context.part(x), context.part(y)).backward()
         optimizer.step()
 
     refused(2, UsageError, f"the gradients of cp, {UNSUMMED}wte.weight of rank 1", program)
