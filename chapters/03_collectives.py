@@ -14,9 +14,9 @@
 #
 # Eight GPUs each hold a gradient of a gigabyte, and each needs the sum. The obvious program sends every gradient to
 # everybody. It sends four times as many bytes as necessary, the GPUs end with *different* sums, and with two lines in
-# the wrong order it hangs for large arrays. Below is the cure, on four ranks. At the end of this chapter you can write
-# it in two loops of four lines, prove that nothing sends less, and say when it is the wrong choice: on 16 ranks 4
-# messages are faster than its 30 for 64 KiB, and slower for 1 MiB.
+# the wrong order it hangs for large arrays. The picture below shows an algorithm without these faults, on four ranks.
+# At the end of this chapter you can write it in two loops of four lines, prove that nothing sends less, and say when it
+# is the wrong choice: on 16 ranks 4 messages are faster than its 30 for 64 KiB, and slower for 1 MiB.
 #
 # ![Ring all-reduce on four ranks](../visualize/gallery/ring_all_reduce.gif)
 #
@@ -137,11 +137,11 @@ say(f"the same for each rank: {differing}")
 # not associative: $0.1 + 0.2 + 0.3 \ne 0.3 + 0.2 + 0.1$. With integers nobody sees it. With floats the replicas of a
 # model drift apart, one last bit at a time.
 #
-# **It is one line from a deadlock.** A send is complete when its array may be changed again. For a small message MPI
-# copies the bytes aside and reports completion at once (the *eager* protocol); for a large one it waits until the
-# receiver has asked for it (*rendezvous*). If you wait for the send *before* you start the receive, the program works
-# with small arrays and hangs with large ones: every rank waits for its neighbour to begin to receive. The limit was
-# 4 KiB with Open MPI and 8 KiB with MPICH on the machine where this project was written.
+# **The order of two lines decides whether it hangs.** A send is complete when its array may be changed again. For a
+# small message MPI copies the bytes aside and reports completion at once (the *eager* protocol); for a large one it
+# waits until the receiver has asked for it (*rendezvous*). If you wait for the send *before* you start the receive, the
+# program works with small arrays and hangs with large ones: every rank waits for its neighbour to begin to receive. The
+# limit was 4 KiB with Open MPI and 8 KiB with MPICH on the machine where this project was written.
 #
 # `run_local` completes a send only when it has been received, so it deadlocks for *any* size. And as it sees all ranks,
 # it can tell that none of them can move.
@@ -617,10 +617,10 @@ assert FEW_STEPS_BELOW == 256 * 1024
 # On 16 ranks halving overtakes doubling at 30 KiB and the ring overtakes it at 196 KiB. For 1 MiB the ring takes
 # 2.29 ms, doubling 3.97 ms and halving 1.95 ms.
 #
-# On this model recursive halving beats the ring for every $p = 2^k$ above 2. Why does everyone speak of rings? The
-# model says that messages do not slow one another down. In a real network they do: halving starts with half of the
-# array sent to the far end of the machine, through links that all pairs share, where a ring only talks to neighbours.
-# And halving needs a power of two: otherwise the extra ranks send and receive whole arrays.
+# On this model recursive halving beats the ring for every $p = 2^k$ above 2. Why are rings used all the same? The model
+# says that messages do not slow one another down. In a real network they do. In the first step of halving every rank
+# sends half of the array to a distant rank, through links that all pairs share. In a ring a rank sends to a neighbour
+# only. And halving needs a power of two: otherwise the extra ranks send and receive whole arrays.
 #
 # In this library `algorithm="auto"` takes recursive doubling for an all-reduce below 256 KiB, and `ordered` from there
 # on: as few bytes as the ring, and two rounds of waiting. On another machine another rule would be right, which is why
@@ -788,8 +788,8 @@ if rank == 0:
 # wrong, too: `float64` and `int64` have the same number of bytes, and a sum and a maximum send the same messages. So
 # the tag of each message holds the operation and its number, the reduction, the dtype and the number of elements
 # (modulo 128), and the receiver compares it with its own. That adds no byte. The tag does not *select* a message:
-# messages between the same two ranks arrive in the order in which they were sent, which MPI guarantees and on which
-# everything here stands. The tag only *detects* that a message is not the expected one.
+# messages between the same two ranks arrive in the order in which they were sent. MPI guarantees this order, and every
+# algorithm here relies on it. The tag only *detects* that a message is not the expected one.
 #
 # **3. One rank does not call** (`if loss > threshold: ...`). On threads it is known at once. Over MPI a rank that ends
 # its program tells the others, which then name it. A rank that only computes, or waits for something else, is found

@@ -469,9 +469,9 @@ if rank == 0:
 #
 # $$2(d-1)\left(k\,\alpha + \frac{n}{d}\,\beta\right) \text{ seconds}.$$
 #
-# The bytes cost the same, the latency $k$ times as much. Many small buckets: latency wins, and communication takes
-# longer than the backward that was to hide it. One huge bucket: it starts when backward ends, and nothing is hidden. In
-# between there is a best size.
+# The bytes cost the same, the latency $k$ times as much. With many small buckets most of the time is latency, and
+# communication takes longer than the backward that was to hide it. A single huge bucket starts when backward ends, and
+# nothing is hidden. In between there is a best size.
 
 # %%
 if rank == 0:
@@ -488,7 +488,8 @@ if rank == 0:
 # %% [markdown]
 # Here 128 KiB are best: 7 buckets and 0.830 ms. The smallest buckets take 0.983 ms, one bucket 1.155 ms, exactly the
 # naive form. PyTorch's default is 25 MiB, and 1 MiB for the first bucket so that the wire starts early. Those sizes fit
-# its GPUs and models of hundreds of MiB; Li et al. (section 5.3) measure the same bowl. minipar has the same defaults.
+# its GPUs and models of hundreds of MiB; Li et al. (section 5.3) measure a curve of the same shape. minipar has the
+# same defaults.
 #
 # ## 4.5 Gradient accumulation and `no_sync`
 #
@@ -609,19 +610,19 @@ if rank == 0:
     show(figures.plot_weights(targets_of), "04_weights")
 
 # %% [markdown]
-# The bars show how much one token counts on each rank, relative to the right weight. The wrong version trains. Its loss
-# falls, its curve looks like a loss curve. It just minimizes something else. All ranks agree, and only a comparison
-# with one device notices, and only because the test used unequal counts.
+# The bars show how much one token counts on each rank, relative to the right weight. The wrong version trains, and its
+# loss falls as usual, but it minimizes another mean. All ranks agree, and only a comparison with one device notices,
+# and only because the test used unequal counts.
 #
 # ### The same mistake over microbatches
 #
 # *Deeper, 4 minutes.*
 #
-# It stood in widely used trainers until October 2024, when its effect on fine-tuning
-# with padded batches was noticed. Of $m$ microbatches with losses $\ell_j$ over $N_j$ tokens, each was divided by its
-# own count: $\frac1m \sum_j \ell_j / N_j$ is not $\sum_j \ell_j / \sum_j N_j$. All $N_j$ must be counted before the
-# first backward, as `accumulate` of 4.5 does. (Or add up gradients of sums, and divide once at the end.) It is right
-# for these shards, too:
+# Widely used trainers had this mistake until October 2024, when its effect on fine-tuning with padded batches was
+# noticed. Of $m$ microbatches with losses $\ell_j$ over $N_j$ tokens, each was divided by its own count: $\frac1m
+# \sum_j \ell_j / N_j$ is not $\sum_j \ell_j / \sum_j N_j$. All $N_j$ must be counted before the first backward, as
+# `accumulate` of 4.5 does. (Or add up gradients of sums, and divide once at the end.) It is right for these shards,
+# too:
 
 # %%
 model = fresh()
@@ -785,7 +786,7 @@ if d > 1:  # with one rank there is nothing to forget
 # %% [markdown]
 # Three lessons.
 #
-# **The loss curve is a poor witness.** All of these runs learn.
+# **The loss curve says little.** All of these runs learn.
 #
 # **Mistake 4 is nearly invisible to AdamW.** It divides each gradient by the root of its own running square, so a
 # constant factor cancels: the parameters move as they should, up to `eps`. The mistake shows when clipping is turned

@@ -544,10 +544,10 @@ if rank == 0:
 
 # %% [markdown]
 # `reshard` frees a unit although the graph of backward needs it: a matrix product's backward reads the weight, so a
-# node of the graph keeps the *parameter*, not its values, and asks for them when backward comes. And it makes mistakes
-# visible: while a unit is away, its parameters hold a `placeholder`, a single NaN that stands for every element, so
-# that code that uses a parameter at the wrong time computes NaN. The four functions in the picture of 5.3 say when each
-# happens:
+# node of the graph keeps the *parameter*, not its values, and asks for them when backward comes. `reshard` also makes
+# mistakes visible: while a unit is freed, its parameters hold a `placeholder`, a single NaN that stands for every
+# element, so that code that uses a parameter at the wrong time computes NaN. The four functions in the picture of 5.3
+# say when each happens:
 
 # %%
 if rank == 0:
@@ -654,16 +654,16 @@ if rank == 0:
 # forward and shrink through backward, the same in every panel. *Buffers* are, in all stages, room for messages (in the
 # first panel they do not fall to 0, because the communicator keeps the room that its first run made); in stage 2 also
 # the full gradients of buckets, and in stage 3 also the gathered parameters, of this unit and of the next. At toy size,
-# where a unit is a fifth of the model, they weigh much. A model of 96 blocks has two of about a hundred units in the
-# air.
+# where a unit is a fifth of the model, they take much of the memory. Of a model of 96 blocks, two of about a hundred
+# units are gathered at a time.
 #
 # ## 5.6 What stage 3 pays
 #
 # *Deeper, 12 minutes.*
 #
-# Half as many bytes again, and *latency*: each unit costs three collectives of at least $(d-1)\alpha$, not two. And a
-# late gather costs more than a late reduction. A late reduction delays the end of backward, but a late gather stops a
-# computation that waits for its weights. That is why prefetch matters.
+# Stage 3 sends half as many bytes again, and it pays more *latency*: each unit needs three collectives of at least
+# $(d-1)\alpha$, not two. And a late gather costs more than a late reduction. A late reduction delays the end of
+# backward, but a late gather stops a computation that waits for its weights. That is why prefetch matters.
 #
 # **When is a gather hidden?** Let a unit have $\Psi_u$ parameters of $w$ bytes, and let a rank compute $B$ samples of
 # $T$ tokens at $S$ operations per second. A token costs two operations per parameter, so the forward of a unit takes $2
@@ -816,7 +816,7 @@ if rank == 0 and d > 1:
 #
 # **Why ZeRO 2 and 3 and pipelines do not fit together.** A pipeline needs many microbatches: with $p$ ranks its idle
 # fraction is $(p-1)/(m+p-1)$ (chapter 7), so $m$ is several times $p$. For each of them, stage 2 pays a reduce-scatter
-# or gives back its gradient memory. Stage 3's parameters must besides be gathered again for each microbatch's forward
+# or gives back its gradient memory. The parameters of stage 3 must also be gathered again for each microbatch's forward
 # and backward. What is sent once per step without microbatches is now sent $m$ times, and each time only the work of
 # one microbatch can hide it. The figures above are this cost, without a pipeline. That is why Megatron and DeepSpeed
 # combine pipelines with stage 1, whose communication is once per step whatever $m$ is. Chapter 9 takes it up.
@@ -870,21 +870,20 @@ if d > 1:  # the first three need a second rank to be mistakes
 # %% [markdown]
 # Four lessons.
 #
-# **AdamW forgives a wrong norm.** Clipping with a wrong norm scales all gradients by a wrong factor, to which AdamW is
+# **AdamW hides a wrong norm.** Clipping with a wrong norm scales all gradients by a wrong factor, to which AdamW is
 # nearly blind, as chapter 4 found. In mistake 1 each rank even has its own factor, and no loss curve shows it.
 #
 # **Gathering makes ranks agree, right or wrong.** Mistake 3 puts every update one element off. Since each chunk is
 # gathered from its owner, all ranks agree on the wrong parameters, with the right number of bytes. A check that ranks
 # are equal is necessary; it is not a proof.
 #
-# **Bytes see whether the right amount is sent** (mistakes 1 and 2), not what it contains.
+# **A count of bytes shows whether the right amount is sent** (mistakes 1 and 2). It does not show what is sent.
 #
-# **Only the ledger sees memory.** Mistake 4 computes the right bits and sends the right bytes. It is only that the
-# whole model stays on every rank, and stage 3 has no purpose any more. A leak of this kind is found when a larger model
-# does not fit, unless somebody counts. (Asked for, it is an option: FSDP's `reshard_after_forward=False` keeps units
-# gathered from forward to backward, which trades that memory for $\Psi$ less on the wire.) The library refuses this
-# mistake: before it gathers a unit, it raises an error if a parameter still has values. `watch.py` leaves that check
-# out.
+# **Only the ledger shows memory.** Mistake 4 computes the right bits and sends the right bytes. But the whole model
+# stays on every rank, so stage 3 saves no more than stage 2. A leak of this kind is found when a larger model does not
+# fit, unless somebody counts. (Asked for, it is an option: FSDP's `reshard_after_forward=False` keeps units gathered
+# from forward to backward, which trades that memory for $\Psi$ less on the wire.) The library refuses this mistake:
+# before it gathers a unit, it raises an error if a parameter still has values. `watch.py` leaves that check out.
 #
 # ## 5.11 PyTorch's names
 #

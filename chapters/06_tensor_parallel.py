@@ -18,10 +18,10 @@
 # layer itself must be cut. Each rank then holds a part of every matrix and computes a part of every product, on the
 # *same* samples. That is tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053: Megatron-LM).
 #
-# The price: in every layer, forward and backward, all ranks stop until a sum has arrived. A layer that takes one device
-# 13.9 ms takes eight devices 2.0 ms over NVLink. Over Ethernet the same eight need 17.2 ms, so they are *slower than
-# one*. At the end of this chapter you can cut a Transformer so that as little as possible is sent, and say over which
-# link it pays.
+# The price is time spent waiting: in every layer, in forward and in backward, all ranks stop until a sum has arrived. A
+# layer that takes one device 13.9 ms takes eight devices 2.0 ms over NVLink. Over Ethernet the same eight need 17.2 ms,
+# so they are *slower than one*. At the end of this chapter you can cut a Transformer so that as little as possible is
+# sent, and say over which link it pays.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -206,8 +206,9 @@ say(f"each rank sent {sent_forward:,} bytes in forward and as many in backward: 
 # *Core, 5 minutes.*
 #
 # Attention is the same pattern. The columns of the query, key and value matrices are grouped in heads, and heads do not
-# interact before the output projection: softmax works on each head separately. So heads play the part of gelu's
-# columns. Rank $r$ computes $a/t$ of the $a$ heads, whole, and `c_proj` is a row layer. A block is two such pairs:
+# interact before the output projection: softmax works on each head separately. So a rank can take whole heads here, as
+# it takes columns in the MLP. Rank $r$ computes $a/t$ of the $a$ heads, whole, and `c_proj` is a row layer. A block is
+# two such pairs:
 
 # %%
 if rank == 0:
@@ -844,7 +845,7 @@ if rank == 0:
 #
 # *Deeper, 4 minutes.*
 #
-# Forward has nothing to hide the sums behind: the LayerNorm that comes next needs the whole sum. In backward, at a
+# In forward no computation can hide the sums: the LayerNorm that comes next needs the whole sum. In backward, at a
 # column layer, everything further down waits for the summed gradient of the input. But the gradient of the *weight*,
 # $X^\top \mathrm{d}Y_r$, needs nothing from others. So: start the all-reduce, compute the weight's gradient, then wait.
 # On plain arrays these are three lines. In the library a `LazyGradient` stands for each result, and autograd computes
@@ -921,9 +922,10 @@ if rank == 0:
 #
 # $$\frac{8\,wNh\,\beta\,(t-1)/t}{72\,Nh^2/(tS)} = \frac{16\,(t-1)\,S\beta}{72\,h} \quad (w = 2),$$
 #
-# which is 1 at $t = 1 + 4.5\,h/(S\beta)$: 32 ranks on NVLink, 4.5 on InfiniBand, 1.9 on Ethernet. The batch cancels,
-# the hidden size helps: a wider model carries a larger tp. Hence the rule of Narayanan et al. (2021, arXiv 2104.04473,
-# takeaway 1): tensor parallelism up to the number of GPUs in a server, pipelines and data parallelism between servers.
+# which is 1 at $t = 1 + 4.5\,h/(S\beta)$: 32 ranks on NVLink, 4.5 on InfiniBand, 1.9 on Ethernet. The batch cancels.
+# The ratio falls as the hidden size grows, so a wider model can use a larger $t$. Hence the rule of Narayanan et al.
+# (2021, arXiv 2104.04473, takeaway 1): tensor parallelism up to the number of GPUs in a server, pipelines and data
+# parallelism between servers.
 #
 # ## 6.12 Mistakes, and what notices them
 #

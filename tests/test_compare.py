@@ -239,6 +239,22 @@ def test_what_grows_from_rounding_is_named_with_a_test(dtype, least, tmp_path):
     assert "rounding may have grown to this" in text and "record both in float64" in text
 
 
+@pytest.mark.parametrize(("off", "advised"), [(7e-4, True), (0.1, False)])
+def test_a_small_difference_of_first_updates_has_the_advice(off, advised, tmp_path):
+    """Gradients are equal in step 0. AdamW may make more of their rounding than the bound, but not that much."""
+    random = np.random.Generator(np.random.Philox(7))
+    before = SERIAL.state_dict()
+    gradients = {name: random.standard_normal(values.shape) for name, values in before.items()}
+    for name, size in (("a", 0.0), ("b", off)):
+        draw = np.random.Generator(np.random.Philox(8)).standard_normal
+        after = {key: before[key] - g * (1 + size * draw(g.shape)) for key, g in gradients.items()}
+        record = Record(tmp_path / name, before, **{**FACTS, "dtype": "float32"})
+        record.step(0, 5.0, 1.0, gradients, after)
+    finding = compare(tmp_path / "a", tmp_path / "b")
+    assert (finding.step, finding.differences[0].quantity) == (0, "update")
+    assert finding.may_be_rounding == advised
+
+
 @pytest.mark.parametrize(
     ("sizes", "factor"),
     [([1e-6] * 7 + [0.3], 1.0), ([1e-6] * 8, 1.2), ([0.3] * 8, 1.0)],

@@ -19,8 +19,8 @@ from minipar.errors import UsageError, printable
 MOST = 0.01  # the largest relative difference that rounding explains
 GROWTH = 10  # times what rounding explains: a smaller difference may be rounding that training has amplified
 ADVICE = (
-    "  rounding may have grown to this: the step before is equal. To tell it from a mistake, resume both runs from one"
-    " checkpoint of the step before, or record both in float64, where only rounding is smaller"
+    "    rounding may have grown to this: what comes before is equal. To tell it from a mistake, resume both runs from"
+    " one checkpoint of the step before, or record both in float64, where only rounding is smaller"
 )
 
 
@@ -39,8 +39,8 @@ class Finding:
     step: int | None
     differences: tuple[Difference, ...]
     ratios: dict[int, dict[str, float | None]]  # by step and parameter: B's gradient norm / A's; None where equal
+    may_be_rounding: bool  # what comes before is equal, and the differences at most GROWTH times the limit
     skipped: tuple[int, ...] = ()  # by both runs, because gradients were not finite
-    may_be_rounding: bool = False  # the step before is equal, and the differences at most GROWTH times the limit
 
     @property
     def equal(self) -> bool:
@@ -93,8 +93,10 @@ def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding
             has_step_before = step - 1 in run_a.steps and step - 1 in run_b.steps
             found = comparison.differences(last if has_step_before else None)
             first = step if found else None
-            wider = replace(comparison, limit=GROWTH * comparison.limit, update_limit=8 * GROWTH * rounding)
-            may_be_rounding = bool(found) and has_step_before and not wider.differences()
+            # Updates are compared where gradients are equal: AdamW may have amplified rounding, even in step 0.
+            if found and (has_step_before or found[0].quantity == "update"):
+                wider = replace(comparison, limit=GROWTH * comparison.limit, update_limit=MOST)
+                may_be_rounding = not wider.differences()
         last = comparison
     if len(skipped) == len(steps) and first is None:
         raise UsageError(f"{a} and {b} both skipped every step that they have in common, which proves nothing")
