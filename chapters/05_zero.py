@@ -654,8 +654,7 @@ if rank == 0:
 # forward and shrink through backward, the same in every panel. *Buffers* are, in all stages, room for messages (in the
 # first panel they do not fall to 0, because the communicator keeps the room that its first run made); in stage 2 also
 # the full gradients of buckets, and in stage 3 also the gathered parameters, of this unit and of the next. At toy size,
-# where a unit is a fifth of the model, they weigh much. A model of 96 blocks has two of about a hundred units in the
-# air.
+# where a unit is a fifth of the model, they weigh much. A model of 96 blocks has gathered two of about 100 units.
 #
 # ## 5.6 What stage 3 pays
 #
@@ -739,8 +738,7 @@ for stage, watched in enumerate(runs):
 #
 # What helps is recompute (chapter 2), which every stage allows: keep each block's input, forget its inside, compute it
 # again in backward. The second forward of a block then runs inside its backward, where the block is gathered anyway; it
-# costs no third gather. Dividing activations takes another kind of parallelism: tensor, sequence and pipeline
-# parallelism.
+# costs no third gather. Tensor, sequence and pipeline parallelism divide activations.
 #
 # ## 5.8 A model larger than one rank
 #
@@ -883,8 +881,7 @@ if d > 1:  # the first three need a second rank to be mistakes
 # whole model stays on every rank, and stage 3 has no purpose any more. A leak of this kind is found when a larger model
 # does not fit, unless somebody counts. (Asked for, it is an option: FSDP's `reshard_after_forward=False` keeps units
 # gathered from forward to backward, which trades that memory for $\Psi$ less on the wire.) The library refuses this
-# mistake: before it gathers a unit, it raises an error if a parameter still has values. `watch.py` leaves that check
-# out.
+# mistake: before it gathers a unit, it raises an error if a parameter still has values. `watch.py` leaves it out.
 #
 # ## 5.11 PyTorch's names
 #
