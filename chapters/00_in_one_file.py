@@ -71,9 +71,9 @@ def same_on_all_ranks(array):
 #
 # *Core, 4 minutes.*
 #
-# A `Tensor` keeps its inputs, and for each input the function from the result's gradient to its own. Tensors are
-# numbered as they are made, so a tensor's users have larger numbers than itself. Backward goes from large numbers to
-# small ones: when it reaches a tensor, all users have sent their gradients.
+# A `Tensor` keeps its inputs, and for each input a function that turns the result's gradient into that input's.
+# Tensors are numbered as they are made, so a tensor's users have larger numbers than itself. Backward goes from large
+# numbers to small ones: when it reaches a tensor, all users have sent theirs to it.
 
 
 # %%

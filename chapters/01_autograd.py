@@ -12,11 +12,12 @@
 #
 # **How does a program compute the gradient of a program, and how do we know that the gradient is right?**
 #
-# A gradient engine takes thirty lines. The one of this chapter finds that a small computation has the gradient 48. Ask
-# it a second time, and the two should add up to 96. It says 162, without an error. Such mistakes are the reason for
-# this chapter: parallel training divides a step among ranks and claims that the parts compute the same gradient. So we
-# must know the formula of each operation, the order in which backward visits the operations, and the moment at which a
-# gradient is complete. At the end you can write an engine, and check any gradient with two forwards.
+# A gradient engine takes thirty lines. The one of this chapter finds that a small computation has the derivative 48 by
+# one of its inputs. Ask it a second time, and the two should add up to 96. It says 162, without an error. Such mistakes
+# are the reason for this chapter: parallel training divides a step among ranks and claims that the parts compute the
+# same gradient. So we must know the formula of each operation, the order in which backward visits the operations, and
+# the moment at which a gradient is complete. At the end you can write an engine, and check any gradient with two
+# forwards.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -44,8 +45,8 @@ if comm.rank == 0:
 #
 # $x$ receives 6 from $b$ first, and then 42 from $a$. If another rank got the gradient of $x$ after its first
 # contribution, it would get 6 instead of 48. That moment decides in [chapter 4](04_data_parallel.ipynb) when a gradient
-# may be sent. In this chapter nothing is parallel: each rank, a process that `mpirun` started, computes the same. It is
-# about the first row of the picture of [chapter 0](00_in_one_file.ipynb):
+# may be sent. In this chapter nothing is parallel: each rank, a process that `mpirun` started, computes the same. This
+# chapter is about the first row of the picture of [chapter 0](00_in_one_file.ipynb):
 
 # %%
 if comm.rank == 0:

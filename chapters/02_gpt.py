@@ -44,11 +44,12 @@ if comm.rank == 0:
 # A *block* of GPT-2, from top to bottom, with the shape that each operation returns. There are $B$ samples of $T$
 # tokens, $N = B T$ tokens together, and $h$ elements per token. The bars are to scale: what each operation keeps for
 # backward. Two things are worth a look now: the MLP (below) keeps most, and attention's probabilities are the only
-# thing that grows with $T^2$. A GPT is $L$ such blocks one after another. Every later chapter takes this picture apart:
+# thing that grows with $T^2$. A GPT is $L$ such blocks one after another. Later chapters take this picture apart:
 #
 # - [chapters 4](04_data_parallel.ipynb) and [5](05_zero.ipynb) give each rank other samples,
 # - [chapter 6](06_tensor_parallel.ipynb) cuts the matrices, [chapter 7](07_pipeline.ipynb) the list of blocks,
-# - [chapter 11](11_long_sequences.ipynb) cuts the tokens of a sample.
+# - [chapter 11](11_long_sequences.ipynb) cuts the tokens of a sample,
+# - [chapter 12](12_experts.ipynb) puts many MLPs in the place of one.
 #
 # Here every rank trains the same whole model on the same data: the first row of the picture of chapter 0.
 

@@ -23,8 +23,9 @@
 # Rows are ranks and columns are *chunks* of the array. Colours are the ranks' contributions, red frames are messages.
 # Three rounds add up, three rounds hand out the sums.
 #
-# Every parallel strategy of this course ends in a few such calls. They are **collectives**: operations that all
-# processes of a group call together. NCCL and MPI provide them as black boxes.
+# Every parallel strategy of this course but the pipeline and the ring of chapter 11, which send to neighbours, ends in
+# a few such calls. They are **collectives**: operations that all processes of a group call together. NCCL and MPI
+# provide them as black boxes.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start

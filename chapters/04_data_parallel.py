@@ -14,10 +14,10 @@
 #
 # Eight GPUs hold the same model. Each computes the gradient of an eighth of the batch, then they add up their
 # gradients, and each takes the same step. A network of 4 GB/s needs 0.400 ms for the sum, and the GPUs wait. If the sum
-# is cut into seven pieces, 81 % of it disappears behind computation that must be done anyway. On 64 GPUs almost nothing
-# is left to hide behind: 16 % of the machine does useful work. And of three mistakes in such a program, the loss curve
-# shows none. At the end of this chapter you can write the program, say what it costs, and prove that it is right: it
-# computes the bits of one device.
+# is cut into seven pieces, 81 % of it disappears behind computation that must be done anyway. With the same batch on
+# 64 GPUs almost nothing is left to hide behind: 16 % of the machine does useful work. And of three mistakes in such a
+# program, the loss curve shows none. At the end of this chapter you can write the program, say what it costs, and prove
+# that it is right: it computes the bits of one device.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -41,7 +41,7 @@ if rank == 0:
 
 # %% [markdown]
 # One training step on one rank, from left to right. Backward computes gradients from the last layer to the first. As
-# soon as two of them are complete they travel together, as a *bucket*, while backward goes on. When backward ends, the
+# soon as a *bucket* of them (here two) is complete, it travels, while backward goes on. When backward ends, the
 # rank waits (`synchronize`) for what is still under way. Section 4.4 builds this. The sections before it show that the
 # sum is right and what it costs. Among the strategies of this course data parallelism stands here:
 

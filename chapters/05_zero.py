@@ -15,9 +15,9 @@
 # A model of 7.5 billion parameters takes 15 GB in 16-bit values. It fits into a GPU of 32 GB, and it cannot be trained
 # there: training needs 120 GB. [Chapter 4](04_data_parallel.ipynb) does not help, since each of its $d$ ranks holds the
 # same 120 GB. ZeRO, the "zero redundancy optimizer" (Rajbhandari et al. 2020, arXiv 1910.02054), removes the copies
-# without changing a bit of the result: on 64 GPUs 1.88 GB are left on each. The last stage sends half as many bytes
-# again. At the end of this chapter you can say when that costs time: in one run of 5.6 it takes 0.873 ms, exactly as
-# long as plain data parallelism.
+# without changing a bit of the result: on 64 GPUs 1.88 GB are left on each. The last stage sends 1.5 times as many
+# bytes. At the end of this chapter you can say when that costs time: in one run of 5.6 stage 3's step takes
+# 0.873 ms, exactly as long as plain data parallelism.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -654,8 +654,7 @@ if rank == 0:
 # forward and shrink through backward, the same in every panel. *Buffers* are, in all stages, room for messages (in the
 # first panel they do not fall to 0, because the communicator keeps the room that its first run made); in stage 2 also
 # the full gradients of buckets, and in stage 3 also the gathered parameters, of this unit and of the next. At toy size,
-# where a unit is a fifth of the model, they take much of the memory. Of a model of 96 blocks, two of about a hundred
-# units are gathered at a time.
+# where a unit is a fifth of the model, they take much of it. Of a model of 96 blocks two of 100 units are gathered.
 #
 # ## 5.6 What stage 3 pays
 #
@@ -739,8 +738,7 @@ for stage, watched in enumerate(runs):
 #
 # What helps is recompute (chapter 2), which every stage allows: keep each block's input, forget its inside, compute it
 # again in backward. The second forward of a block then runs inside its backward, where the block is gathered anyway; it
-# costs no third gather. Dividing activations takes another kind of parallelism: tensor, sequence and pipeline
-# parallelism.
+# costs no third gather. Tensor, sequence and pipeline parallelism divide activations.
 #
 # ## 5.8 A model larger than one rank
 #
@@ -819,7 +817,7 @@ if rank == 0 and d > 1:
 # or gives back its gradient memory. The parameters of stage 3 must also be gathered again for each microbatch's forward
 # and backward. What is sent once per step without microbatches is now sent $m$ times, and each time only the work of
 # one microbatch can hide it. The figures above are this cost, without a pipeline. That is why Megatron and DeepSpeed
-# combine pipelines with stage 1, whose communication is once per step whatever $m$ is. Chapter 9 takes it up.
+# combine pipelines with stage 1, whose communication is once per step whatever $m$ is. Chapter 10 counts it.
 #
 # ## 5.10 Mistakes, and what notices them
 #

@@ -702,7 +702,6 @@ if rank == 0:
 #
 # *Deeper, 5 minutes.*
 #
-# %% [markdown]
 # The paper (Table 2) has, in bytes per $Nh$,
 #
 # $$34 + 5\tfrac{aT}{h} \;\text{ alone}, \qquad 10 + \tfrac{24}{t} + 5\tfrac{aT}{ht} \;\text{ with tensor}, \qquad

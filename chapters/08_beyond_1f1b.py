@@ -12,10 +12,11 @@
 #
 # **In 1F1B every rank waits for the stages before it and after it. Which work could it do meanwhile?**
 #
-# With 1F1B ([chapter 7](07_pipeline.ipynb)) four ranks and eight microbatches are idle for 27.3 % of the time. At the
-# end of this chapter the same four ranks wait for 5.9 % of it, they keep no more than four microbatches in memory, and
-# the result is that of one device **bit for bit**. No new kind of message is needed, and no change of the model: only
-# other lists. You can then say what each of them pays: messages, memory, or weights that are too old.
+# With 1F1B ([chapter 7](07_pipeline.ipynb)) four ranks are idle for 27.3 % of the time if a step has eight
+# microbatches, not chapter 7's 32. At the end of this chapter the same four ranks wait for 5.9 % of it with these
+# eight, they keep no more than four microbatches in memory, and the result is that of one device **bit for bit**. No
+# new kind of message is needed, and no change of the model: only other lists. You can then say what each of them pays:
+# messages, memory, or weights that are too old.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -48,7 +49,7 @@ if rank == 0:
 # And each backward has been split into its two products, which the cell has computed: purple is the gradient of the
 # input, `I`, and green that of the weights, `W`. Nobody waits for `W`, so it is done where there was a bubble.
 #
-# Pipelines stand where they stood:
+# The row of pipelines is that of chapter 7:
 
 # %%
 if rank == 0:
@@ -63,7 +64,8 @@ if rank == 0:
 #
 # The idle time of 1F1B is $p-1$ times the `F` and `B` of a *stage*. So make stages shorter: give each rank $v$ of them,
 # not one after another but $p$ apart, rank $r$ the stages $r, p+r, 2p+r, \dots$ (Narayanan et al. 2021, section 2.2). A
-# microbatch goes $v$ times round the ranks. Filling the pipeline now takes $p-1$ stages of length $T_F/v$, so
+# microbatch goes $v$ times round the ranks. Filling the pipeline now takes $p-1$ stages of length $T_F/v$, with
+# $T_F$ and $T_B$ still those of all of a rank's layers. So
 #
 # $$T_{\text{idle}} = \frac{(p-1)(T_F+T_B)}{v}, \qquad \text{bubble} = \frac{p-1}{vm+p-1}.$$
 #
@@ -138,8 +140,9 @@ reveal("idle units with m = 6", idle_units[6], say)
 assert idle_units[6] == 19
 
 # %% [markdown]
-# With six microbatches each rank is idle for longer than with eight, so the schedule loses what it was made for. The
-# library's version has the same order and refuses an $m$ that $p$ does not divide.
+# With six microbatches each rank is idle for 19 units. That is even more than 1F1B's 18, with stages twice as long, so
+# the schedule loses what it was made for. The library's version has the same order and refuses an $m$ that $p$ does not
+# divide.
 #
 # ### Two prices
 #
@@ -203,7 +206,8 @@ if rank == 0:
 # %% [markdown]
 # In the library every product hands over its weight gradient as a recipe. Backward runs it at once, or puts it into a
 # queue inside `defer_weight_gradients`. A stage has one queue for each microbatch. The queue holds $x$ and $dy$ of
-# every layer until `W`, so an activation is not quite freed when `I` is done.
+# every layer until `W`, so an activation is not quite freed when `I` is done. With recompute it is `I` that runs
+# forward again, and `W` uses the inputs which that run has made. So these live from `I` until `W`.
 #
 # For the simulator that is one rule more: a `W` needs its `I`, and an `I` needs what a `B` has needed. So `needs` has
 # two lines more than in 7.1.
@@ -378,8 +382,10 @@ for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items(
 #
 # **DualPipeV** (DeepSeek-V3, 2412.19437) overlaps a forward with a backward on the same V, in pairs such as
 # `(0F5;7B1)OVERLAP_F_B`: one half computes while the other communicates, which hides the all-to-alls of experts. It
-# needs $m \ge 2p$, and idles $(p-1)(T_{F\&B} + T_B - 3T_W)$, with the times of one stage. In the second picture `F` and
-# `I` have a growing share of all-to-alls.
+# needs $m \ge 2p$, and idles $(p-1)(T_{F\&B} + T_B - 3T_W)$, with the times of one stage and $T_{F\&B}$ that of a pair.
+# (We quote the formula; the simulator agrees.) With equal times, and no gain from the overlap, the pair takes 3 units.
+# So with $p = 4$ and $m = 8$ a rank idles for $3 \cdot (3+2-3) = 6$ of 54 units: the 1/9 of 8.5. In the second picture
+# `F` and `I` have a growing share of all-to-alls.
 
 # %%
 assert all(idle(library_lists("zbv", p, m), EQUAL) == p - 1 for p, m in SIZES if m >= 2 * p - 1)  # times of a half

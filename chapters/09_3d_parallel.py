@@ -13,11 +13,12 @@
 # **Three ways to cut a training step. How do they fit into one another, and which one gets the fast wires?**
 #
 # You have two hosts with eight GPUs of 80 GB each, and a model of 39 billion parameters whose sequences have 4096
-# tokens. No single axis places it well. Data parallelism needs 682 GB per GPU. ZeRO 3 and a pipeline fit only if every
-# forward is computed twice. Tensor parallelism over all sixteen leaves the host. The best of them takes 31.1 s a step.
-# All three axes together, 2 x 4 x 2, take 26.4 s and compute forward once. Large models are trained this way (Narayanan
-# et al. 2021, arXiv 2104.04473). At the end of this chapter you can say which rank does what, which bytes it sends to
-# whom, and what it costs if the axes lie on the wrong wires: in 9.5 the same program then takes 299 ms instead of 184.
+# tokens. No single axis places it well. Data parallelism needs 682 GB per GPU. ZeRO 3 alone fits only if every forward
+# is computed twice, and so does a pipeline alone. Tensor parallelism over all sixteen leaves the host. The best of them
+# takes 31.1 s a step. All three axes together, 2 x 4 x 2, take 26.4 s and repeat nothing but attention's scores. Large
+# models are trained this way (Narayanan et al. 2021, arXiv 2104.04473). At the end of this chapter you can say which
+# rank does what, which bytes it sends to whom, and what it costs if the axes lie on the wrong wires: in 9.5 the same
+# program then takes 299 ms instead of 184.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -41,13 +42,13 @@ if rank == 0:
     show(layout_figures.plot_machine(places, machine.ROOM, machine.USED, most=130e9), "09_machine")
 
 # %% [markdown]
-# Each bar is the fullest GPU's memory in one layout, as the planner of [chapter 10](10_planning.ipynb) counts it. Every
-# axis fails in its own way:
+# Each bar is the fullest GPU's memory in one layout, as the planner of [chapter 10](10_planning.ipynb) counts it. In
+# all of them backward computes attention's scores again. Every axis fails in its own way:
 #
 # - **dp** cuts the batch ([chapter 4](04_data_parallel.ipynb)). Every GPU keeps the whole model: 682 GB.
 # - **ZeRO 3** cuts the model's state too ([chapter 5](05_zero.ipynb)). Each GPU has the activations of all layers.
-# - **pp** cuts the layers ([chapter 7](07_pipeline.ipynb)). The first stage keeps 16 microbatches in flight, as many
-#   activations again. Sixteen stages also have a long bubble.
+# - **pp** cuts the layers ([chapter 7](07_pipeline.ipynb)). The first stage keeps 16 microbatches of a sixteenth of
+#   the layers: as many activations as one microbatch of all layers. Sixteen stages also have a long bubble.
 # - **tp** cuts every matrix, and the activations ([chapter 6](06_tensor_parallel.ipynb)). It fits easily. But its sums
 #   are in every layer, and over sixteen GPUs they go through the network.
 #
@@ -600,6 +601,8 @@ cleanup.close()
 
 # %% [markdown]
 # On the command line: `--save DIR --save-every K`, and `--resume DIR` with any other `--dp --tp --pp --zero-stage`.
+# Another `--global-batch`, `--order` or `--seed` is refused. So the resumed run goes on with the samples that come
+# next, in every layout.
 #
 # ## 9.7 Mistakes, and what notices them
 #
@@ -739,8 +742,8 @@ if rank == 0:
 # 5. **A factor too many.** The gradients are already those of the global mean. Somebody believes that each rank divided
 # by its own tokens only, and multiplies by $d$.
 #
-# 6. **A sum too many.** Under sequence parallelism the gradients of the norms, the positions and the row biases are
-# summed over tp. Every rank then has the whole gradient, and somebody sums again.
+# 6. **A sum too many.** Under sequence parallelism the gradients of the norms, the positions and the biases of
+# row-parallel layers are summed over tp. Every rank then has the whole gradient, and somebody sums again.
 #
 # By how much is the loss off after 50 steps, with gradients twice too large?
 

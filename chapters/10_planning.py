@@ -59,10 +59,11 @@ if rank == 0:
 
 # %% [markdown]
 # The left half counts the layouts that are left after each of three tests. **Memory** says what is possible at all.
-# **Bandwidth** says which axis may lie on which wires. The **bubble** says how far a pipeline may grow. The right half
-# shows what a step is spent on in three of the layouts: one that loses at the second test, one that loses at the third,
-# and the fastest of all. Each of the next sections takes one test, writes its formula on plain values, and compares it
-# with the library's planner.
+# **Bandwidth** says which axis may lie on which wires. The **bubble** says how far a pipeline may grow. Bandwidth
+# keeps layouts that wait for messages at most 10 % of a step, and the bubble those that also idle at most 10 %. The
+# right half shows what a step is spent on in three of the layouts: one that loses at the second test, one that loses at
+# the third, and the fastest of all. Sections 10.2 to 10.4 take one test each, write its formula on plain values, and
+# compare it with the library's planner.
 #
 # Of the strategies of this course a planner places these:
 
@@ -304,7 +305,8 @@ assert middle["tp 8 x pp 8, GPipe"].total > middle["1F1B"].total > ROOM > middle
 #
 # - **dp**: an all-reduce of the gradients, $2\Psi'$ bytes for $\Psi'$ parameters of the rank, once per step. ZeRO-1
 #   sends the same as a reduce-scatter of gradients and a gather of parameters. ZeRO-2 reduces with every microbatch;
-#   ZeRO-3 also gathers twice with every microbatch.
+#   ZeRO-3 also gathers twice with every microbatch. So the planner assumes for Megatron with DeepSpeed's ZeRO.
+#   minipar's trainer in a pipeline reduces once per step and keeps whole gradients for it (7.7); 5.9 compares the two.
 
 
 # %%

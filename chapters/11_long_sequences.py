@@ -13,7 +13,7 @@
 # **How does a model attend to more tokens than one device can hold?**
 #
 # Attention compares each token with each token before it. For 131,072 tokens and 32 heads the table of these scores has
-# 1.1 TB per layer in 16 bit, and the keys and values that it is made of have 2 GB. The first half of this chapter
+# 1.1 TB per layer in 16 bit, while the layer's keys and values have 2 GB ($h = 4096$). The first half of this chapter
 # computes exact attention without ever storing the table, on one device. The second half cuts the sequence over $c$
 # devices (*context parallelism*), so that keys and values travel around a ring. Cut in the natural order, 8 devices are
 # at work for 53 % of the time; another order of the same tokens makes it 100 %. At the end you can write both halves

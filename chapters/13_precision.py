@@ -89,7 +89,8 @@ if rank == 0:
 # %% [markdown]
 # The exponent of all ones is kept for infinities and NaN, that of all zeros for *subnormal* values, which have no
 # leading 1 and reach down to 0 in equal steps. The **unit roundoff** is the largest relative error of rounding a value
-# to the nearest: half the distance from 1 to its upper neighbour. That distance is an *ulp* (unit in the last place).
+# to the nearest: half the distance from 1 to its upper neighbour. The distance of a value to its upper neighbour is an
+# *ulp* (unit in the last place); it doubles with each power of two.
 
 
 # %%
@@ -168,6 +169,9 @@ say("the cast = ml_dtypes': all 65,536 patterns, five values above each, and a m
 # AdamW divides a gradient by its own size, so each step moves each weight by about the learning rate $\eta$, however
 # small its gradient is. **A step of $\eta$ is lost where half an ulp is more than $\eta$**, and that is so for each
 # weight above $2^9 \eta$, and for some above $2^8 \eta$. With $\eta = 10^{-3}$ no weight above a half learns.
+#
+# The moments need fp32 too. $\beta_2 = 0.999$ lowers $v$ by at most a thousandth, which is less than half an ulp of
+# bf16, so $v$ would never fall: after 1,000 steps without a gradient a 1 is still 1, where 0.37 is right.
 #
 # The remedy is from Micikevicius et al. 2017 (arXiv 1710.03740): the optimizer keeps a **master** of each weight in
 # fp32, updates it, and gives the model a rounded copy. The third curve of the picture is never further from the exact
@@ -612,7 +616,7 @@ if rank == 0:
 # | --- | --- | --- |
 # | weights and activations, and messages that hold them | bf16 | memory, bytes, products |
 # | inside an operation: products, softmax, norms, the loss | fp32 | sums of many terms |
-# | values of rows that are kept: a log-sum-exp | fp32 | 8 bits of a 5 are 2 % of each probability |
+# | values of rows that are kept: a log-sum-exp | fp32 | near 5 bf16 errs by up to $2^{-6}$, 1.6 % of each probability |
 # | gradients of activations | bf16 | memory, bytes, products |
 # | gradients of weights, added up over microbatches | fp32, or `--gradients bf16` | a sum (13.3) |
 # | sums over ranks, of dp, cp and tp | fp32, or `--reduce-dtype bf16` | a sum (13.5) |
@@ -794,7 +798,9 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 # | the run ends below 1 | `--min-loss-scale` | `min_loss_scale` | |
 #
 # The names are alike, the defaults are not always. PyTorch's DDP divides the loss by the tokens of a rank, and by the
-# ranks when it sums. So the gradients of its activations are $d$ times as large as ours (13.4).
+# ranks when it sums. So the gradients of its activations are $d$ times as large as ours (13.4). `torch.autocast` leaves
+# parameters, gradients and optimizer in fp32 (16 bytes), and casts the inputs of products. `--dtype bf16` has bf16
+# weights, and fp32 masters.
 #
 # The same in PyTorch: `chapters/pytorch/ch13.py`.
 #

@@ -66,7 +66,8 @@ if rank == 0:
 # %% [markdown]
 # As commands: `python -m minipar.train ... --record A`, the same with `mpirun -n 2 ... --tp 2 --record B`, and
 # `python -m minipar.compare A B`. A record holds, for each step, the loss, the norm, and of each parameter's gradient
-# and update the norms and projections of 24 strips ([docs/compare.md](../docs/compare.md)).
+# and update two values for each of up to 24 strips along each dim: the strip's norm, and its projection on a random
+# direction ([docs/compare.md](../docs/compare.md)).
 #
 # ## 14.1 Six runs, five of them broken
 #
@@ -149,7 +150,8 @@ if rank == 0:
 #
 # *Deeper, 5 minutes.*
 #
-# Look here when a run of yours is wrong. The numbers are those of the chapters that show the cause.
+# Look here when a run of yours is wrong. The numbers are those of the chapters that show the cause. E14 is exhibit 14
+# of the [museum](../docs/museum.md).
 #
 # | symptom | first check | likely causes |
 # | --- | --- | --- |
@@ -157,20 +159,20 @@ if rank == 0:
 # | the same with equal weights | one batch, one axis at a time | targets, positions (11); bias on each rank (6) |
 # | the same with unequal counts | the number that divides | a mean of means (4) |
 # | right loss; norm times dp, tp, ep, m | `compare`: whose factor? | a sum too much, a mean too little (4, 6, 12) |
-# | another norm | `compare`: equal gradients? | a norm that leaves out or repeats ranks (6, 8, 12) |
+# | another norm | `compare`: equal gradients? | a norm that leaves out or repeats ranks (6, 9, 12) |
 # | no factor, from one layer to the input | the last wrong parameter | ring backward (11); no sum in f (6) |
 # | no factor, in one kind of parameter | its placement | norms with sp (6); router (12); tied head (7) |
-# | right, then wrong at once | what begins in that step? | warm-up, resume (8); `zero_grad` (4); loss scale (13) |
-# | gradients right, updates have a factor | both learning rates | advanced too often; a rate for each rank (8) |
+# | right, then wrong at once | what begins in that step? | warm-up, resume (E14, E16); `zero_grad`; loss scale (13) |
+# | gradients right, updates have a factor | both learning rates | advanced too often; a rate for each rank (E14, E17) |
 # | gradients right, updates have none | decay, eps, state | wrong decay of shards (5); no masters (13) |
 # | replicas drift apart | a digest on each rank | a bucket not sent (4); a rank that skips alone (13) |
 # | learns, then worse than it should | weights that stand still | bf16 without masters, sums in bf16 (13) |
 # | right values, wrong time or memory | bytes against formulas | `no_sync` (4), recompute (2), gathers (5) |
 # | differs by rounding, more and more | the same in float64 | nothing is wrong (14.4) |
 #
-# Mistakes of one row do not look alike in the loss. Of the 28 mistakes of the [museum](../docs/museum.md) the loss
-# shows 9, the norm 22, and a comparison of records 26. The other two change no value of the training, and a count of
-# bytes or memory shows them.
+# Mistakes of one row do not look alike in the loss. Of the 28 mistakes of the museum the loss shows 9, the norm 22,
+# and a comparison of records 26. The other two change no value of the training, and a count of bytes or memory shows
+# them.
 #
 # ## 14.3 The judge: two precisions
 #
@@ -442,7 +444,7 @@ say(f"{points} of 6")
 # one parameter of 75, an update, no ratio, and equal gradients. That is an update of AdamW where a gradient is hardly
 # more than rounding. The learning rate of 0.01 amplifies it (14.4), and float64 shows that nothing else is there.
 #
-# - **D** is cause 5 (chapter 9, museum 14). The first step is right in everything. The update of the second is 2.5
+# - **D** is cause 5 (museum 14). The first step is right in everything. The update of the second is 2.5
 # times too large: with a warm-up of 12 steps, the fifth rate instead of the second, 5/2. A loss that falls *faster*
 # than the right one is no reason to be pleased.
 #
