@@ -121,6 +121,16 @@ RUNS = [(chapter, ranks) for chapter in CHAPTERS for ranks in (1, 2, 3, 5, 8)]
 SHORT = {("00_in_one_file", 3), ("01_autograd", 3)}
 
 
+PRINTING = {"print", "say", "reveal", "show", "show_source"}
+
+
+def prints(statement):
+    """Return whether a statement of a chapter prints when it runs, and with it the headings above it."""
+    calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    names = {function.id for function in calls if isinstance(function, ast.Name)}
+    return not isinstance(statement, ast.FunctionDef) and not names.isdisjoint(PRINTING)
+
+
 @pytest.mark.parametrize(
     ("chapter", "ranks"),
     [pytest.param(c, n, marks=[] if (c.stem, n) in SHORT else pytest.mark.long) for c, n in RUNS],
@@ -131,7 +141,7 @@ def test_chapter_runs_as_a_script(chapter, ranks, tmp_path):
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
     assert chapter.stem in STANDALONE or list((tmp_path / "out").glob("*.png")), "it drew nothing"
     script = chapter.read_text()
-    last = ast.parse(script).body[-1].lineno
+    last = max(statement.lineno for statement in ast.parse(script).body if prints(statement))
     titles = [text for line, text in headings(script) if line < last]
     if chapter.stem in STANDALONE:
         titles = [text.split("\n")[1] for text in titles]  # without underline and question
