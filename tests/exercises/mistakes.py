@@ -515,7 +515,17 @@ MISTAKES = [
         "experts: divided by the ranks once more",
     ),
     Mistake("e26", "return scheduled(*FOUND[3])", "return scheduled(*FOUND[3])[:3]", "a list of 4 lists"),
-    Mistake("e26", "FOUND[3])", "FOUND[3]) and [['F0']] * 4", "unknown action 'F0'"),
+    Mistake("e26", "FOUND[3])", "FOUND[3]) and [['F0']] * 4", "such as '2F0', of the kinds F, I, W and B"),
+    Mistake("e26", "FOUND[3])", "FOUND[3]) and [[(0, 'F', 0)]] * 4", "actions are strings such as '2F0'"),
+    Mistake("e26", "*FOUND[3])", "range(4), [3] * 4, [1] * 4, [2] * 4, [0] * 4, [9] * 4)", "ifw-3-alive has time 135"),
+    Mistake("e26", "*FOUND[3])", "range(4), [2] * 4, [0] * 4, [2] * 4, [1] * 4, [9] * 4)", "ifw-2-alive has time 174"),
+    Mistake(
+        "e26",
+        "return scheduled(*FOUND[3])",
+        "from minipar.parallel.pipeline.schedules import _in_turn_with_late_weights as late\n"
+        "    return [[str(action) for action in late(rank, 8, min(3 - rank, 2), 0)] for rank in range(4)]",
+        "1f1b-3-alive has time 156, memory 3, which is no worse in either",
+    ),
     Mistake("e26", "P, M, TIMES = 4, 8,", "P, M, TIMES = 4, 7,", "the last microbatch is 6, expected 7"),
     Mistake("e26", "    return lists", "    lists[1].pop()\n    return lists", "is missing"),
     Mistake("e26", "    return lists", "    lists[1].append(lists[1][0])\n    return lists", "done 2 times"),
