@@ -2,7 +2,8 @@
 
 The global batch stays as it is, and the cluster grows. Then each GPU gets fewer tokens, and ZeRO-3's gathers no longer
 hide. Compare it with tp x pp by the chapter's rules, as *relative times*: 1 is a step in which every GPU computes
-without a pause. The batch has `sequences` sequences of T tokens, N is the number of GPUs, g of them share a host.
+without a pause. The batch has `sequences` sequences of T tokens, N is the number of GPUs, g of them share a host. (g is
+a power of two, and N a multiple of g.)
 
 ZeRO-3 with tp t, where t is 1, 2, 4, ... up to g. A replica is t GPUs. It must get a whole number of sequences, at
 least one, and runs them in microbatches of b sequences, where b divides that number.
@@ -58,6 +59,6 @@ def pipeline(model: Model, machine: Machine, N: int, sequences: int, p: int) -> 
 def crossover(model: Model, machine: Machine, sequences: int, p: int) -> int | None:
     """Return the first N of g p, 2 g p, 4 g p, ... for which tp x pp is possible, and ZeRO-3 is not or takes longer.
 
-    None if there is none up to the N at which a replica of g p GPUs has one sequence.
+    None if there is none up to, and with, the N at which a replica of g p GPUs has one sequence.
     """
     raise NotImplementedError("your code")

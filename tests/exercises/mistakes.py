@@ -480,13 +480,29 @@ MISTAKES = [
     ),
     Mistake("e29", "tokens = b * ", "tokens = own * ", "the tokens of one"),
     Mistake("e29", "range(1, int(own) + 1)", "range(1, min(1, int(own)) + 1)", "microbatches may be larger"),
-    Mistake("e29", "Fraction(b * model.T * model.kept, t)", "b * model.T * model.kept", "divides the activations by t"),
+    Mistake("e29", "Fraction(b * model.T * model.kept, t)", "b * model.T * model.kept", "16 parameters/N + b T kept/t"),
+    Mistake(
+        "e29", "held <= machine.memory:", "held < machine.memory:", "a memory that is full: ZeRO-3: None, expected 1"
+    ),
+    Mistake(
+        "e29", "held > machine.memory:", "held >= machine.memory:", "full: tp x pp with 2 stages: None, expected 1"
+    ),
+    Mistake("e29", "* machine.g // t", "* machine.g", "the tokens are b T g/t"),
+    Mistake(
+        "e29",
+        "max(1, Fraction(machine.network, tokens)) + price(model, machine, t)",
+        "max(1, Fraction(machine.network, tokens) + price(model, machine, t))",
+        "or it stands inside the max (it comes on top)",
+    ),
+    Mistake("e29", "N *= 2", "N += machine.g * p", "crossover: N doubles"),
+    Mistake("e29", "other > ours", "other >= ours", "if both take as long"),
+    Mistake("e29", "while N <= ", "while N < ", "the last N gives"),
     Mistake("e29", "* machine.g // t", "", "share its g network cards"),
     Mistake("e29", "3 * model.h) / 3", "3 * model.h)", "which is a third of the step"),
     Mistake("e29", "(machine.network, tokens)) + price(model, machine, t)", "(machine.network, tokens))", "is missing"),
     Mistake("e29", "own % b == 0 and held <= machine.memory", "own % b == 0", "needs more memory than there is"),
-    Mistake("e29", "min(m, p) * Fraction", "m * Fraction", "min(m, p) microbatches, not m"),
-    Mistake("e29", "min(m, p) * Fraction", "p * Fraction", "min(m, p) microbatches, not p"),
+    Mistake("e29", "min(m, p) * Fraction", "m * Fraction", "min(m, p) T kept/(g p); which"),
+    Mistake("e29", "min(m, p) * Fraction", "p * Fraction", "12 parameters/N + min(m, p)"),
     Mistake("e29", "min(m, p) * Fraction", "Fraction", "min(m, p) microbatches, not one"),
     Mistake("e29", "(p - 1) / m", "(p - 1) / (m + p - 1)", "the bubble is idle / computing"),
     Mistake("e29", "other is None or ", "other is not None and ", "a layout that is not possible loses"),
