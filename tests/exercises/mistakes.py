@@ -577,6 +577,13 @@ MISTAKES = [
         "gpipe has time 132, memory 8, the same score",
     ),
     Mistake("e22", "    for start in reversed(", "    last = x\n    for start in reversed(", "of forward (del)"),
+    Mistake("e22", "x = inputs.pop()", "x = inputs[start // k]", "drop a segment's input when its backward is done"),
+    Mistake(
+        "e22",
+        "max((last + 2) * n + blocks * s, (last + 1) * n + k * s if last else 0)",
+        "(last + 2) * n + blocks * s",
+        "take the maximum over all j",
+    ),
     Mistake(
         "e21",
         "    for tensor in tensors:\n        if tensor.inputs:\n",
