@@ -468,6 +468,15 @@ MISTAKES = [
     ),
     Mistake("e28", ".reshape(-1)[piece.start", ".T.reshape(-1)[piece.start", "not of the whole"),
     Mistake("e28", "read(piece), strict", "read(piece) + 0 * read(piece), strict", "read more than once"),
+    Mistake(
+        "e28",
+        "stretches = np.split(whole, cut.groups, axis=cut.dim)",
+        "stretches = [whole]",
+        "cut each of the `groups` stretches by itself",
+    ),
+    Mistake("e28", "[piece.start :", "[:", "from dp 2 x tp 2 to rank 0 of tp 4: ValueError"),
+    Mistake("e28", "[piece.start : piece.stop]", "[: piece.stop - piece.start]", "elements start:stop of the writer's"),
+    Mistake("e28", "if cut.dim is None:", "if False:", "Here dim is None"),
     Mistake("e28", ".reshape(wanted.shape)\n", "\n", "the part has the shape"),
     Mistake(
         "e28",
