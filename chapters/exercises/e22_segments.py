@@ -14,7 +14,7 @@ the segment's result: (j + 1) n + (its blocks) s + n elements. The largest of th
 forward is not needed: its gradient is given. So let no variable keep it.)
 
 Graded: the gradients, bit for bit; two forwards of each block at most; at the beginning of each block's backward, the
-elements alive, at most that peak; `best_segment` with ==.
+elements alive, at most the peak over all segments (not the sum for this segment); `best_segment` with ==.
 """
 
 from typing import Any, Protocol

@@ -6,10 +6,10 @@ occurs once and no rank does two things at a time. The library's 1F1B takes 78 s
 
 1. Refute the claim. `first_broken` gets a timetable: for each rank a list of (start, action), sorted by start, such as
    (9, "B0"). Every action takes one step. Return (start, rank, action) of the first action that breaks a rule: the one
-   with the smallest start, and among several the one on the smallest rank (of two on one rank the later in the list).
-   Return None if there is none. The rules: an action begins when the one before it on its rank has ended, or later; so
-   does F after F of the same microbatch on the rank before, and B after F of the same microbatch on its own rank and
-   after B on the next rank.
+   with the smallest start, and among several the one on the smallest rank (in no graded timetable are there two on one
+   rank). Return None if there is none. The rules: an action begins when the one before it on its rank has ended, or
+   later; so does F after F of the same microbatch on the rank before, and B after F of the same microbatch on its own
+   rank and after B on the next rank.
 2. Show that nobody can do it. `least_time` returns a time that no schedule can beat, in whichever order the ranks run
    their actions. It gets the time of F and of B on each rank, which may differ, and m. With p = 8, m = 32 and all times
    1 it must return 78. (Choose a rank. What must have happened before its first action, and what is left to do after

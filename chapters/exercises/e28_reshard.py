@@ -43,6 +43,7 @@ def load(
 ) -> np.ndarray:
     """Return the part of a parameter that rank r of t has.
 
-    shape: of the whole parameter; pieces: of this parameter, in any order; read(piece) returns its elements, 1-D.
+    shape: of the whole parameter; pieces: of this parameter, in any order, and no two have an element in common;
+    read(piece) returns a piece's elements, 1-D.
     """
     raise NotImplementedError("your code")

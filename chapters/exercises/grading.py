@@ -106,37 +106,42 @@ def on_ranks(solution: ModuleType, ranks: int, function: Callable[..., Any], *ar
     thread.start()
     thread.join(DEADLINE)
     if thread.is_alive():
-        raise Hint(f"with {ranks} ranks, no result after {DEADLINE:g} s. {_places(solution)}")
+        raise Hint(f"with {counted(ranks, 'rank')}, no result after {DEADLINE:g} s. {_places(solution)}")
     if failures:
-        raise _explained(solution, ranks, failures[0])
+        raise _explained(solution, f"with {counted(ranks, 'rank')}, ", failures[0])
     return results
 
 
-def call(solution: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of the solution that needs no ranks. Hint if it raises an exception."""
+def call(solution: ModuleType, function: Callable[..., Any], *arguments: Any, where: str = "") -> Any:
+    """Call a function of the solution that needs no ranks. If it raises an exception, Hint, beginning with `where`."""
     try:
         return function(*arguments)
     except Exception as error:
-        raise _explained(solution, 1, error) from None
+        raise _explained(solution, where, error) from None
 
 
-def _explained(solution: ModuleType, ranks: int, error: BaseException) -> BaseException:
-    """Turn an exception into a Hint."""
+def counted(count: int, noun: str) -> str:
+    """Return "1 rank" or "2 ranks"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _explained(solution: ModuleType, where: str, error: BaseException) -> BaseException:
+    """Turn an exception into a Hint that begins with `where`."""
     if isinstance(error, Hint):
         return error
     if isinstance(error, NotImplementedError):
         return NotWritten(f"not written yet: replace {error} in {solution.__name__.split('.')[-1]}.py")
     if isinstance(error, CommunicationError) and "counts" in str(error):
-        return Hint(f"with {ranks} ranks, {error}")
+        return Hint(f"{where}{error}")
     if isinstance(error, CommunicationError):
         return Hint(
-            f"with {ranks} ranks, a message has no partner of its size. Does every send have its receive, and does "
+            f"{where}a message has no partner of its size. Does every send have its receive, and does "
             f"a rank wait for a send before it has started the receive that its neighbour waits for?\n{error}"
         )
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == solution.__file__]
-    where = f" in line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
+    place = f" in line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
     who = next(iter(getattr(error, "__notes__", ())), "")
-    return Hint(f"with {ranks} ranks, {who} {type(error).__name__}: {error}{where}".replace(",  ", ", "))
+    return Hint(f"{where}{f'{who} ' if who else ''}{type(error).__name__}: {error}{place}")
 
 
 def _places(solution: ModuleType) -> str:

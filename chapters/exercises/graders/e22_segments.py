@@ -68,6 +68,12 @@ def peak(L, n, s, k):
     return max((j + 1) * n + min(k, L - start) * s + n for j, start in enumerate(starts))
 
 
+def last_peak(L, n, s, k):
+    """Return the elements that are alive while the last segment goes back, which need not be the most."""
+    last = (L - 1) // k
+    return (last + 1) * n + (L - last * k) * s + n
+
+
 def run(blocks, x, dy):
     """Run a step that saves everything."""
     kept = []
@@ -103,7 +109,8 @@ def grade(solution):
         results, saved = ledger.at_peak
         limit = peak(L, N, S, k)
         reason = (
-            "keep the inputs of segments and no other result, neither between them nor the last one of forward (del)"
+            "keep the inputs of segments and no other result, neither between them nor the last one of forward (del), "
+            "and drop a segment's input when its backward is done"
         )
         if saved > k:
             reason = f"the first forward must save nothing, and a segment of {k} blocks nothing of another one"
@@ -119,7 +126,11 @@ def grade(solution):
         require(isinstance(k, int) and 1 <= k <= L, f"{where}: {k!r} is no whole number from 1 to {L}")
         if k != best:
             ours, least = peak(L, n, s, k), peak(L, n, s, best)
-            raise Hint(
-                f"{where}: {k}, with a peak of {ours}; {best} has {least}. "
-                + ("Of several take the smallest" if ours == least else "The last segment may be shorter: try each k")
-            )
+            reason = "The last segment may be shorter: try each k"
+            if ours == least:
+                reason = "Of several take the smallest"
+            elif k == min(range(1, L + 1), key=lambda k, L=L, n=n, s=s: last_peak(L, n, s, k)):
+                reason = (
+                    "The largest peak may be one segment earlier, if the last is shorter: take the maximum over all j"
+                )
+            raise Hint(f"{where}: {k}, with a peak of {ours}; {best} has {least}. {reason}")

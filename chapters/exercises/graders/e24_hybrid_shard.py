@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from chapters.exercises.grading import RingCommunicator, expect, on_ranks, random, require, same
+from chapters.exercises.grading import RingCommunicator, counted, expect, on_ranks, random, require, same
 from minipar.comm import chunk_bounds
 
 STEPS = 3
@@ -95,7 +95,7 @@ def check_values(q, s, n, rank, history):
         for hint, ways in wrong.items():
             found = [one_device(n, ranks, **how)[step][own] for how in ways]
             mistakes[hint] = tuple(value for value in found if not same(value, expected))
-        expect(values, expected, f"{q} hosts of {s}, rank {rank}, step {step}", mistakes)
+        expect(values, expected, f"{counted(q, 'host')} of {s}, rank {rank}, step {step}", mistakes)
 
 
 def check_bytes(q, s, n, sent):
@@ -110,11 +110,11 @@ def check_bytes(q, s, n, sent):
             ("all together", 2 * (n + 1) * (s - 1)),
         ):
             found = sum(counts[what] for counts in inside)
-            where = f"{q} hosts of {s}, n = {n}, the ranks of host {host}"
+            where = f"{counted(q, 'host')} of {s}, n = {n}, the ranks of host {host}"
             require(found == fewest, f"{where} send {found} elements, {what}; expected {fewest}: {advice}")
     between, fewest = sum(counts["between"] for counts in sent), 2 * n * (q - 1)
     require(
         between == fewest,
-        f"{q} hosts of {s}, n = {n}: {between} elements travel between hosts, expected {fewest}: all-reduce the chunk "
-        "that the reduce-scatter left, not the gradient, and send nothing else",
+        f"{counted(q, 'host')} of {s}, n = {n}: {between} elements travel between hosts, expected {fewest}: "
+        "all-reduce the chunk that the reduce-scatter left, not the gradient, and send nothing else",
     )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from chapters.exercises.grading import RingCommunicator, call, expect, on_ranks, random, require
+from chapters.exercises.grading import RingCommunicator, call, counted, expect, on_ranks, random, require
 from minipar.autograd import Tensor, causal_attention
 
 HIDDEN, SIZE, TOKENS = 5, 2, 6  # SIZE: of a head
@@ -78,6 +78,11 @@ def grade(solution):
             for which, (name, heads) in enumerate((("q", of_q), ("k", of_kv), ("v", of_kv))):
                 right = columns(whole[which], heads)
                 mistakes = {}
+                if which == 0 and copies > 1:
+                    first = r - r % copies
+                    mistakes["each rank has queries of its own: only k and v are copied"] = sum(
+                        part[0] for part in parts[first : first + copies]
+                    )
                 if t > 1 and (which == 0 or copies == 1):
                     mistakes["no other rank has these columns: sum nothing"] = sum(part[which] for part in parts)
                 if which and copies > 1:
@@ -91,7 +96,7 @@ def grade(solution):
                         right / copies
                     )
                 expect(found[which], right, f"a {a}, G {G}, rank {r} of {t}: the gradient of {name}", mistakes)
-        where = f"a {a}, G {G}, {t} ranks"
+        where = f"a {a}, G {G}, {counted(t, 'rank')}"
         sent, fewest = sum(result[2] for result in results), 2 * (copies - 1) * 2 * G * HIDDEN * SIZE
         require(
             sent == fewest,
@@ -100,9 +105,9 @@ def grade(solution):
         )
         squares = [float((array**2).sum()) for array in whole]
         own = [float(np.sqrt(sum((array**2).sum() for array in found))) for found, _, _, _ in results]
-        counted = float(np.sqrt(squares[0] + copies * (squares[1] + squares[2])))
+        each = float(np.sqrt(squares[0] + copies * (squares[1] + squares[2])))
         mistakes = {
-            "each copy is counted: a head that c ranks have must count once": counted,
+            "each copy is counted: a head that c ranks have must count once": each,
             "this is the square of the norm": sum(squares),
         }
         for r, (_, length, _, _) in enumerate(results):

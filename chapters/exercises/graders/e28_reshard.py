@@ -3,7 +3,7 @@
 import numpy as np
 
 from chapters.exercises.e28_reshard import Cut, Piece
-from chapters.exercises.grading import Hint, call, random, require
+from chapters.exercises.grading import Hint, NotWritten, call, random, require
 from minipar.comm import chunk_bounds
 
 PARAMETERS = {
@@ -14,6 +14,9 @@ PARAMETERS = {
     "a LayerNorm's weights": ((7,), Cut(None)),
 }
 MOVES = (((2, 2), 4), ((2, 2), 2), ((1, 1), 4), ((3, 4), 2), ((2, 8), 1), ((2, 1), 8))  # d, t of the writer; t
+
+ELEMENTS = "a piece has the elements start:stop of the writer's flattened *part*, not of the whole"
+STRETCHES = "cut each of the `groups` stretches by itself, for the writer's part and for yours"
 
 
 def part_of(whole, cut, r, t):
@@ -55,7 +58,7 @@ def grade(solution):
                 where = f"{name} {shape}, from dp {d} x tp {before} to rank {r} of tp {t}"
                 checkpoint, right = Checkpoint(whole, cut, d, before), part_of(whole, cut, r, t)
                 pieces = sorted(checkpoint.files, key=lambda piece: piece.file, reverse=True)
-                found = call(solution, solution.load, shape, cut, t, r, pieces, checkpoint.read)
+                found = loaded(solution, where, shape, cut, t, r, pieces, checkpoint.read)
                 compare(found, right, where, whole, cut, r, t)
                 wanted = part_of(np.arange(whole.size).reshape(shape), cut, r, t)
                 needed = {piece for piece, own in places.items() if np.isin(own, wanted).any()}
@@ -72,6 +75,21 @@ def grade(solution):
                 check_lost(solution, f"{where}, {lost.file} is lost", (shape, cut, t, r, rest, checkpoint.read))
 
 
+def loaded(solution, where, shape, cut, *rest):
+    """Return what load returns. Hint, which says what the case is, if it raises an exception."""
+    try:
+        return call(solution, solution.load, shape, cut, *rest, where=f"{where}: ")
+    except NotWritten:
+        raise
+    except Hint as error:
+        advice = f"Every element is in a piece here: {ELEMENTS}"
+        if cut.dim is None:
+            advice = "Here dim is None: the writer and you have the whole parameter"
+        elif cut.groups > 1:
+            advice = f"Every element is in a piece here: {STRETCHES}"
+        raise Hint(f"{error}\n{advice}") from None
+
+
 def compare(found, right, where, whole, cut, r, t):
     """Raise a Hint unless the part is right, bit for bit."""
     require(isinstance(found, np.ndarray), f"{where}: return an array, not {type(found).__name__}")
@@ -79,7 +97,7 @@ def compare(found, right, where, whole, cut, r, t):
     require(found.dtype == right.dtype, f"{where}: the elements are {found.dtype}, what was saved is {right.dtype}")
     if np.array_equal(found, right):
         return
-    hint = "wrong elements; the elements start:stop of a piece count the rows of the writer's *part*, not of the whole"
+    hint = f"wrong elements; {STRETCHES if cut.groups > 1 else ELEMENTS}"
     if cut.groups > 1 and np.array_equal(found, part_of(whole, Cut(cut.dim), r, t)):
         hint = f"this is the {r}-th piece of the whole; take that of each of the {cut.groups} groups"
     elif np.array_equal(np.sort(found, axis=None), np.sort(right, axis=None)):

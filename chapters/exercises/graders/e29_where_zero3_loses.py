@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from chapters.exercises.e29_where_zero3_loses import Machine, Model
-from chapters.exercises.grading import Hint, call, require
+from chapters.exercises.grading import Hint, call, counted, require
 
 A100, H100 = Machine(8, 73_600_000_000, 11_700, 975), Machine(8, 73_600_000_000, 18_544, 2060)
 MODELS = {
@@ -131,7 +131,7 @@ def grade(solution):
         arguments, where = (MODELS[name], machine, N, 1024), f"{name} on {N} {kind}s:"
         compare(solution, solution.zero3, zero3, arguments, f"{where} ZeRO-3", ZERO3_MISTAKES)
         for p in (1, 4, 8):
-            what = f"{where} tp x pp with {'1 stage' if p == 1 else f'{p} stages'}"
+            what = f"{where} tp x pp with {counted(p, 'stage')}"
             compare(solution, solution.pipeline, pipeline, (*arguments, p), what, PIPELINE_MISTAKES)
     full = Model(64_000, 1, 10, 100)  # with t = 4 and b = 1, 1000 bytes of state and 250 of activations
     arguments = (full, Machine(4, 16 * full.parameters // 1024 + 250, 5, 1), 1024, 1024)
