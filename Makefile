@@ -97,7 +97,8 @@ demo: $(VENV)/.base
 	@$(BIN)/python -m visualize mesh out/demo_trace.json --out out/demo_mesh.png
 	@echo "proved: see the line above that begins with \"verify\". Drawn: out/demo_loss.png, out/demo_timeline.png, out/demo_mesh.png (trace: out/demo_trace.json)"
 	@echo "written by the model, byte by byte, after \"Beautiful\"; compare it with its text, out/demo.txt, the Zen of Python:"
-	@$(BIN)/python -m minipar.generate --from out/demo_model --prompt Beautiful --tokens 291 | sed 's/^/    /'
+	@$(BIN)/python -m minipar.generate --from out/demo_model --prompt Beautiful --tokens 291 > out/demo_written.txt
+	@sed 's/^/    /' out/demo_written.txt
 
 # JupyterLab refuses to run as root unless it is told.
 LAB ?=

@@ -87,7 +87,8 @@ def test_one_device_learns_the_demos_text_by_heart(tmp_path):
     argv = [each for each in argv if each not in ("--sequence-parallel", "--verify")]
     argv[argv.index("--data") + 1] = str(tmp_path / "demo.txt")
     argv[argv.index("--export") + 1] = str(tmp_path / "model")
-    trained = subprocess.run([sys.executable, "-m", "minipar.train", *argv], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "minipar.train", *argv]
+    trained = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280)
     assert trained.returncode == 0, trained.stderr
     written = run(
         "minipar.generate", "--from", str(tmp_path / "model"), "--prompt", "Beautiful", "--tokens", "200"

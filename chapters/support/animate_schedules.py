@@ -87,8 +87,9 @@ def draw_state(axes: Axes, before: State, after: State, share: float, span: floa
             middle = left + (DURATIONS.backward_input + DURATIONS.backward_weight) / 2
             place = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "zorder": 4}
             axes.text(middle, rank + 0.5, str(microbatch), **place)
+        gap = 0.0 if is_piece else 0.2
         look = {"edgecolor": colour if is_piece else "white", "linewidth": 0.6, "zorder": 2 if kind == "W" else 3}
-        box(axes, (left + 0.1, rank + 0.05), (end - start - 0.2 * (not is_piece), 0.9), colour, text, **look)
+        box(axes, (left + 0.1, rank + 0.05), (end - start - gap, 0.9), colour, text, **look)
     axes.axvline(max(end for _, end in shown.times.values()), color=INK, linewidth=0.8, linestyle=":")
     axes.set(xlim=(-0.01 * span, 1.01 * span), ylim=(RANKS, -0.05), xticks=[])
     axes.set_yticks([rank + 0.5 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)], fontsize=8.5)
@@ -98,6 +99,7 @@ def draw_state(axes: Axes, before: State, after: State, share: float, span: floa
 
 
 def legend(figure: Picture) -> None:
+    """Name the colours of F, B, I and W below the axes."""
     legend_outside(figure, [Patch(facecolor=COLOURS[kind], label=KINDS[kind]) for kind in "FBIW"], "lower center")
 
 
@@ -115,7 +117,8 @@ def plot_states() -> Picture:
 def animate_zero_bubble() -> tuple[Picture, FuncAnimation]:
     """Animate the three states, one after the other."""
     figure = picture(7.0, 2.2)
-    axes, found = figure.subplots(), states()
+    axes = figure.subplots()
+    found = states()
     span = max(end for _, end in found[0].times.values())
     legend(figure)
     frames = STANDING + (STANDING + MOVING) * (len(found) - 1)

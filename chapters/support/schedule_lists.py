@@ -62,8 +62,12 @@ def longest_path(lists, slots):
 
 def run_list(pipe, lists, weights, batch):
     """Do this rank's list. Return the gradient of its weight, added over all microbatches in their order."""
-    x, y, dy, sent, r, m = {}, {}, {}, [], pipe.rank, len(batch)
-    weight, d_weight = weights[r], np.zeros_like(weights[r])
+    r = pipe.rank
+    m = len(batch)
+    x, y, dy = {}, {}, {}  # by microbatch
+    sent = []
+    weight = weights[r]
+    d_weight = np.zeros_like(weight)
     for kind, i, _ in lists[r]:
         if kind == "F":
             x[i] = batch[i] if r == 0 else pipe.irecv(np.empty_like(batch[0]), r - 1, i).wait()

@@ -74,6 +74,18 @@ def test_known_schedules_have_their_scores():
     assert {row: (float(time), float(held)) for row, time, held in rows} == grader.table()
 
 
+def test_each_timetable_has_one_first_broken_action():
+    """Exercise 27 says that no rank has two at the same time."""
+    name, source = solution_of("e27")
+    grader = importlib.import_module(f"chapters.exercises.graders.{name}")
+    all_broken = module_of(name, source.replace("min(broken, default=None)", "broken")).first_broken
+    for what, timetable, right in grader.timetables():
+        broken = all_broken(timetable)
+        first = min((found[:2] for found in broken), default=None)
+        at_once = [found for found in broken if found[:2] == first]
+        assert at_once == ([] if right is None else [right]), what
+
+
 def test_a_score_is_shown():
     score = grade(*solution_of("e26"))
     beaten = "gpipe, 1f1b, interleaved-1f1b, zb-h1, 1f1b-3-alive, ifw-3-alive"

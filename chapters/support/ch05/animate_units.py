@@ -128,12 +128,12 @@ def draw_moment(axes: Axes, events: list[Event], number: int, share: float, size
         for unit in range(UNITS):
             is_moving = unit == event.unit and share < 1.0
             is_whole = before[unit] if event.kind == "gather" and is_moving else event.whole[unit]
-            has_gradient = unit == event.unit and (event.kind == "backward" or event.kind == "reduce" and is_moving)
+            has_gradient = unit == event.unit and (event.kind == "backward" or (event.kind == "reduce" and is_moving))
             is_summed = unit in done or (event.kind == "reduce" and unit == event.unit and not is_moving)
             for chunk in range(RANKS):
                 has_parameters = is_whole or chunk == rank
                 draw_chunk(axes, rank, unit, chunk, "parameters", has_parameters)
-                draw_chunk(axes, rank, unit, chunk, "gradients", has_gradient or is_summed and chunk == rank)
+                draw_chunk(axes, rank, unit, chunk, "gradients", has_gradient or (is_summed and chunk == rank))
         if event.kind in ("forward", "backward"):
             look = {"fill": False, "edgecolor": VERMILION, "linewidth": 2.0, "zorder": 6}
             axes.add_patch(Rectangle((event.unit - 0.03, -rank - 0.03), 0.92, 0.78, **look))
