@@ -5,7 +5,7 @@ import runpy
 import sys
 
 from minipar import __version__
-from minipar.errors import UsageError, error_line
+from minipar.errors import UsageError, error_line, print_line
 from minipar.hints import did_you_mean, suggest
 from minipar.pictures import full_name
 
@@ -43,7 +43,7 @@ def main() -> None:
         return
     question = did_you_mean(suggest(name, COMMANDS)) or f"; expected {', '.join(COMMANDS)}"
     if first:
-        print(error_line(UsageError(f"minipar {name}: no such command{question}")), file=sys.stderr)
+        print_line(error_line(UsageError(f"minipar {name}: no such command{question}")))
     sys.exit(2)
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from minipar import __version__
-from minipar.errors import UsageError, error_line
+from minipar.errors import UsageError, error_line, print_line
 from minipar.hints import did_you_mean, suggest, suggest_flag
 
 
 def report(error: UsageError | MemoryError) -> int:
     """Print an error's line, unless nobody reads the output any more, and return the exit code, 2."""
     if not isinstance(error.__context__, BrokenPipeError):
-        print(error_line(error), file=sys.stderr)
+        print_line(error_line(error))
     return 2
 
 
@@ -135,7 +135,7 @@ def say(text: str, out: TextIO | None) -> None:
     except OSError as error:
         discard(out)
         if not isinstance(error, BrokenPipeError):
-            print(f"minipar: note: progress cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            print_line(f"minipar: note: progress cannot be written: {error.strerror}")
 
 
 def open_to_append(path: str) -> TextIO:

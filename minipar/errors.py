@@ -1,6 +1,7 @@
 """The errors that end a job, and the checks that raise them in several packages."""
 
 import os
+import sys
 from decimal import Decimal
 
 
@@ -21,6 +22,15 @@ def error_line(error: UsageError | MemoryError) -> str:
     Control characters, such as terminal escapes in a path, are shown escaped.
     """
     return f"minipar: error: {printable(' '.join(str(error).split())) or 'out of memory'}"
+
+
+def print_line(line: str) -> None:
+    """Print a line on standard error in one piece, so that no other rank's line begins inside it.
+
+    print() writes the line's end by itself if PYTHONUNBUFFERED is set, as it is in many containers.
+    """
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def printable(text: str) -> str:

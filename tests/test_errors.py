@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 from decimal import Decimal
@@ -163,3 +164,23 @@ def test_help_and_version_are_printed_on_one_rank(flag, capsys):
 
 def test_the_version_is_no_value_of_the_command_line():
     assert parser().parse_args(["--size", "3"]) == argparse.Namespace(size=3, kind=None)
+
+
+# ---- lines on standard error -----------------------------------------------------------------------------------------
+
+
+def test_a_line_is_written_in_one_piece():
+    program = "from minipar.errors import print_line; print_line('first'); print_line('second')"
+    reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # keeps apart what is written apart
+    with reader, writer:
+        unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-c", program]
+        subprocess.run(command, cwd=ROOT, env=unbuffered, stderr=writer, check=True, timeout=60)
+        reader.settimeout(10)
+        assert [reader.recv(100), reader.recv(100)] == [b"first\n", b"second\n"]
+
+
+def test_no_line_is_printed_on_standard_error_in_two_pieces():
+    files = [path for folder in ("minipar", "visualize") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    assert [path.name for path in files if "file=sys.stderr" in path.read_text(encoding="utf-8")] == []

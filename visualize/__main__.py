@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib import rc_context
 
 from minipar.cli import UsageParser, write_json, write_out
-from minipar.errors import UsageError, printable
+from minipar.errors import UsageError, print_line, printable
 from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedule_file import load_csv, save_csv
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         write_out("".join(f"{printable(path)}\n" for path in paths))
     except UsageError as error:
         if not isinstance(error.__context__, BrokenPipeError):
-            print(f"visualize: error: {printable(str(error))}", file=sys.stderr)
+            print_line(f"visualize: error: {printable(str(error))}")
         return 2
     return 0
 

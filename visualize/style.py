@@ -7,7 +7,6 @@ import json
 import math
 import os
 import stat
-import sys
 import warnings
 from collections.abc import Iterable
 from functools import lru_cache
@@ -18,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from minipar.errors import UsageError, printable
+from minipar.errors import UsageError, print_line, printable
 
 # Okabe and Ito's eight colours ("Color Universal Design", 2008), without black.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -150,7 +149,7 @@ def read_text(path: str) -> str:
     check_file(path, MOST_BYTES, "; write one of fewer steps")
     size = os.path.getsize(path)
     if size >= LONG:
-        print(f"visualize: reading {size / 1e6:.0f} MB from {printable(path)}, which can take minutes", file=sys.stderr)
+        print_line(f"visualize: reading {size / 1e6:.0f} MB from {printable(path)}, which can take minutes")
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError
+from minipar.errors import UsageError, print_line
 from minipar.robust_start.one_line import MEET_SECONDS, print_error
 
 
@@ -48,14 +48,14 @@ def end_every_rank(comm: Communicator, error: KeyboardInterrupt | UsageError | M
     if isinstance(error, KeyboardInterrupt):
         # mpirun passes Ctrl-C on to every rank. The first one ends them all, without their tracebacks.
         if comm.rank == 0:
-            print("minipar: interrupted", file=sys.stderr, flush=True)
+            print_line("minipar: interrupted")
         code = 130
         everyone = comm.size == 1
     elif isinstance(error, SystemExit):
         code = error.code
         everyone = code in (0, None) or everyone_fails(comm)
         if not everyone:
-            print(f"minipar: rank {comm.rank} exits with {code!r}, and not every rank does", file=sys.stderr)
+            print_line(f"minipar: rank {comm.rank} exits with {code!r}, and not every rank does")
     else:
         code = 2
         everyone = everyone_fails(comm)

@@ -11,7 +11,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.ending import abort_with_traceback, end_every_rank
 from minipar.comm.threads import run_local, serial
 from minipar.comm.work import wait_timeout
-from minipar.errors import UsageError
+from minipar.errors import UsageError, print_line
 from minipar.lone_steps import smallest_step, steps_so_far
 from minipar.robust_start.exits import refuse_exit_0
 from minipar.robust_start.launchers import check_count, check_mpi_library, started_ranks
@@ -57,7 +57,7 @@ def _run(main: Callable[[Communicator], Any], before: int, comm: Communicator) -
     if trained_alone and comm.rank == 0 and comm.size > 1:
         why = f"each of the {comm.size} ranks trained a model of its own, and no gradients were summed"
         remedy = "train with ddp = mp.DistributedDataParallel(model, world), ddp.loss(x, y) and ddp.parameters()"
-        print(f"minipar: note: {why}; {remedy}", file=sys.stderr)
+        print_line(f"minipar: note: {why}; {remedy}")
     return result
 
 

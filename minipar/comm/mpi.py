@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from minipar.comm.operation import USER_TAGS, meaning
 from minipar.comm.transport import Link, Message, Request, has_returned
-from minipar.errors import CommunicationError
+from minipar.errors import CommunicationError, print_line
 from minipar.robust_start import mpirun
 
 BYTE = MPI.BYTE
@@ -143,7 +143,7 @@ class Notices:
             return
         operations = [f"{axis}: {meaning(tag)}" for axis, tag in reversed(engine.recent)]
         text = f"{request.describe()}; last operations, the newest first: {'; '.join(operations)}"
-        print(f"minipar: {text}", file=sys.stderr, flush=True)
+        print_line(f"minipar: {text}")
         self.send(REPORTED, engine.operations)
 
     def look(self, request: Request, seconds: float, engine: Any) -> None:

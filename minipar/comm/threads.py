@@ -7,7 +7,6 @@ it as an error.
 """
 
 import contextvars
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.operation import USER_TAGS
 from minipar.comm.transport import Link, Message, Request, has_returned
-from minipar.errors import CommunicationError, UsageError
+from minipar.errors import CommunicationError, UsageError, print_line
 
 LOOK_SECONDS = 0.05  # between two looks at the clock by a rank that waits; a message wakes it at once
 RELEASE_SECONDS = 10.0  # how long a failed run waits for ranks that are still computing
@@ -224,7 +223,7 @@ def _raise_exit(exits: dict[int, SystemExit], ranks: int, failure: BaseException
     if errors:
         code = exits[errors[0]].code
         if len(exits) < ranks:
-            print(f"minipar: rank {errors[0]} exits with {code!r}, and not every rank does", file=sys.stderr)
+            print_line(f"minipar: rank {errors[0]} exits with {code!r}, and not every rank does")
         raise SystemExit(code)
     if len(exits) == ranks:
         raise SystemExit(0)

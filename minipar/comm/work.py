@@ -21,7 +21,7 @@ from minipar.comm.clock import CLOCKS, Clock, Network, Tracer, WallClock
 from minipar.comm.operation import Operation, to_tag
 from minipar.comm.traffic import Traffic
 from minipar.comm.transport import Link, Request, Steps, Transport
-from minipar.errors import CommunicationError, UsageError
+from minipar.errors import CommunicationError, UsageError, print_line
 from minipar.memory import hold
 
 CHECK_EVERY = 16  # unsuccessful tests between two looks at the clock
@@ -65,7 +65,7 @@ class Engine:
                 if (notices := self.transport.notices) is not None:
                     notices.look(request, seconds, self)
                 if seconds > said and self.transport.rank == 0:
-                    print(f"minipar: {request.describe()}: waiting for {seconds:.0f} s", file=sys.stderr, flush=True)
+                    print_line(f"minipar: {request.describe()}: waiting for {seconds:.0f} s")
                     said *= 2
                 if seconds > self.timeout:
                     text = f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)"

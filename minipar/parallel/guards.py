@@ -1,7 +1,6 @@
 """Refusals that strategies share: what a program gives to one, and ranks that should hold the same and do not."""
 
 import json
-import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from minipar.backend import Array, to_host
 from minipar.comm.communicator import Communicator
 from minipar.comm.trace import unseen
-from minipar.errors import UsageError, check_divides
+from minipar.errors import UsageError, check_divides, print_line
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter, owners_of
 from minipar.parallel.placement import Partial, Placement, placement_of
@@ -246,7 +245,7 @@ def note_same_batch(comm: Communicator, x: Any, y: Any) -> None:
             same = f"ranks {comm.ranks[other]} and {comm.ranks[rank]} were given the same batch"
             remedy = f"give each rank of {comm.axis} samples of its own, such as x[rank::ranks]"
             note = f"minipar: note: {same}, which is then trained on twice; {remedy}"
-            print(note, file=sys.stderr)
+            print_line(note)
             return
 
 

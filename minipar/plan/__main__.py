@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 
 from minipar.cli import UsageParser, write_json, write_out
-from minipar.errors import UsageError, error_line, printable
+from minipar.errors import UsageError, error_line, print_line, printable
 from minipar.parallel.context import METHODS
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.token_order import ORDERS
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
             write_out(as_text(request, result) + "\n")
     except UsageError as error:
         if not isinstance(error.__context__, BrokenPipeError):
-            print(error_line(error), file=sys.stderr)
+            print_line(error_line(error))
         return 2
     return 0
 

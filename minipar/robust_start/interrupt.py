@@ -7,11 +7,11 @@ are imported here, because until the handler is installed Ctrl-C shows a traceba
 
 import os
 import signal
-import sys
 import threading
 import time
 from types import FrameType
 
+from minipar.errors import print_line
 from minipar.robust_start import mpirun
 
 CODE = 128 + signal.SIGINT
@@ -21,7 +21,7 @@ FIRST_SECONDS = 1.0  # how long the other ranks leave to rank 0, which prints th
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """End this process, and with MPICH's mpirun the job. (The handler of SIGINT.)"""
     if os.environ.get("PMI_RANK", "0") == "0":
-        print("minipar: interrupted", file=sys.stderr, flush=True)
+        print_line("minipar: interrupted")
     else:
         time.sleep(FIRST_SECONDS)
     mpirun.end_job(CODE)

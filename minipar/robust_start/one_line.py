@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minipar.errors import UsageError, error_line
+from minipar.errors import UsageError, error_line, print_line
 from minipar.robust_start import interrupt
 from minipar.robust_start.launchers import prints_error
 
@@ -15,7 +15,7 @@ MEET_SECONDS = 3.0  # how long a rank with a usage error waits for the others to
 def print_error(error: UsageError | MemoryError) -> None:
     """Print the line of an error, after what the program has printed."""
     sys.stdout.flush()
-    print(error_line(error), file=sys.stderr, flush=True)
+    print_line(error_line(error))
 
 
 @contextmanager

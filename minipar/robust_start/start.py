@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-from minipar.errors import UsageError, error_line
+from minipar.errors import UsageError, error_line, print_line
 from minipar.robust_start import mpirun
 from minipar.robust_start.watch import host_of_each_rank, ranks_and_those_here, watch
 
@@ -75,7 +75,7 @@ def prepare_host() -> None:
     try:
         check_shared_memory()
     except UsageError as error:
-        print(error_line(error), file=sys.stderr, flush=True)
+        print_line(error_line(error))
         mpirun.end_job(2)
         os._exit(2)
 

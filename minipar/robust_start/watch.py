@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from contextlib import suppress
 
 import psutil
 
+from minipar.errors import print_line
 from minipar.robust_start import mpirun
 
 PROXY_NUMBER = r"--proxy-id (\d+)"  # names a host in the command that starts or reaches its ranks
@@ -42,7 +42,7 @@ def watch(hosts: list[int], timeout: float, started: threading.Event, clean_up: 
         # ends all.
         if started.wait(WATCH_SECONDS + TURN_SECONDS * (me - first)):
             return
-        print(f"minipar: {reason}", file=sys.stderr, flush=True)
+        print_line(f"minipar: {reason}")
         clean_up()
         mpirun.end_job(1)
         os._exit(1)

@@ -8,7 +8,6 @@ killed leaves the file, which locks nothing.
 import fcntl
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TextIO
 
 from minipar.cli import writing
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, printable
+from minipar.errors import UsageError, print_line, printable
 from minipar.train.checkpoint import agreeing, refuse_checkpoint
 
 LOCK = "minipar.lock"
@@ -89,7 +88,7 @@ def _lock(path: Path, flag: str) -> TextIO:
             raise UsageError(f"{flag}: another job saves there ({path}: {holder}); {then}") from None
         except OSError as error:  # some network file systems have no locks
             unlocked = f"{flag}: its file system cannot lock {LOCK} ({error.strerror})"
-            print(f"minipar: note: {printable(unlocked)}; start no second job into it", file=sys.stderr, flush=True)
+            print_line(f"minipar: note: {printable(unlocked)}; start no second job into it")
             return file
         if os.fstat(descriptor).st_nlink > 0:
             return file
