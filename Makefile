@@ -62,7 +62,7 @@ QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_coll
 CASES ?= 100000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: help demo lab test quick fuzz mutants mutants-listed mutants-random test-schedules test-mpi exercises lint reference notebooks site site-check openmpi clean
+.PHONY: help demo lab test quick fuzz mutants mutants-listed mutants-random test-schedules test-mpi exercises lint reference long notebooks site site-check openmpi clean
 
 help:
 	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh, print text of it"
@@ -74,7 +74,8 @@ help:
 	@echo "make fuzz       $(CASES) random inputs for every parser and command line, in 7 to 20 minutes on 2 cores"
 	@echo "make mutants    break the code in 460 chosen and 300 random places, one at a time, and see that a test notices"
 	@echo "make exercises  grade what you have written in chapters/exercises"
-	@echo "make reference  the comparisons with torch and transformers (installs torch), and the tests that take long"
+	@echo "make reference  the comparisons with torch and transformers (installs torch)"
+	@echo "make long       the tests that take long: further cases of claims, every chapter on three ranks; 30 minutes on 2 cores"
 	@echo "make lint       ruff and mypy"
 	@echo "make notebooks  execute the chapters again"
 	@echo "make site       the chapters, docs and explorers as a static site in out/site (needs Node.js)"
@@ -151,8 +152,11 @@ mutants-random: $(VENV)/.test
 exercises: $(VENV)/.test
 	@$(BIN)/python -m pytest -q --no-header -rN --tb=no chapters/exercises $(PYTEST) || true
 
+# Two files at a time, as above: a computation with torch uses one core here.
 reference: $(VENV)/.reference
-	$(BIN)/python -m pytest tests/reference $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:nbmake --numprocesses 2 --dist loadfile tests/reference $(PYTEST)
+
+long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long -p no:nbmake --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 lint: $(VENV)/.dev

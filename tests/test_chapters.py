@@ -115,7 +115,7 @@ def test_the_chapters_are_found():
     assert {path.stem for path in (ROOT / "chapters").glob("*.ipynb")} == {chapter.stem for chapter in CHAPTERS}
 
 
-# `make test` runs chapters 0 and 1 on three ranks. `make reference` runs the rest, which take up to two minutes each,
+# `make test` runs chapters 0 and 1 on three ranks. `make long` runs the rest, which take up to two minutes each,
 # and all notebooks.
 RUNS = [(chapter, ranks) for chapter in CHAPTERS for ranks in (1, 2, 3, 5, 8)]
 SHORT = {("00_in_one_file", 3), ("01_autograd", 3)}

@@ -1,4 +1,4 @@
-"""The cases of a long list that `make test` runs; `make reference` runs all of them."""
+"""The cases of a long list that `make test` runs; `make long` runs the others."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -70,7 +70,7 @@ def test_every_rank_sends_on_each_axis_what_was_predicted(name):
     assert counted(config) == [predicted_traffic(step_layout(config), rank) for rank in range(ranks)]
 
 
-# Each schedule and each stage, and in `make reference` each with each.
+# Each schedule and each stage, and in `make long` each with each.
 SIXTEEN = [(zero, schedule) for zero in range(4) for schedule in ("1f1b", "interleaved-1f1b", "zbv")]
 
 

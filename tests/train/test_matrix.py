@@ -58,7 +58,7 @@ def matrix():
     }
 
 
-EVERY = 2  # each second cell in `make test`, all in `make reference`
+EVERY = 2  # each second cell in `make test`, the others in `make long`
 
 
 @pytest.mark.parametrize("cell", sampled([(cell,) for cell in matrix()], EVERY), ids=lambda cell: " x ".join(cell))
