@@ -107,12 +107,15 @@ lab: $(VENV)/.notebook
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB) chapters/01_autograd.ipynb
 
 # Two files at a time: most tests are one process that computes or waits. A file's tests share what they have computed.
-# nbmake, which `make notebooks` needs, would be imported in each of three processes.
+# nbmake, which `make notebooks` needs, would be imported in each of three processes. Some containers forbid Python to
+# keep compiled modules; each of the thousands of ranks that the tests start would compile minipar again.
+TWO_AT_A_TIME := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:nbmake --numprocesses 2 --dist loadfile
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -p no:nbmake --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
+	$(TWO_AT_A_TIME) --no-loadscope-reorder $(PYTEST)
 
 quick: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK) $(PYTEST)
+	$(TWO_AT_A_TIME) $(QUICK) $(PYTEST)
 
 # Steps of a 3D training over threads, each in another order of the threads; `make test` runs 20.
 test-schedules: $(VENV)/.test
@@ -152,12 +155,12 @@ mutants-random: $(VENV)/.test
 exercises: $(VENV)/.test
 	@$(BIN)/python -m pytest -q --no-header -rN --tb=no chapters/exercises $(PYTEST) || true
 
-# Two files at a time, as above: a computation with torch uses one core here.
+# Two files at a time, so torch computes on one core in each.
 reference: $(VENV)/.reference
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:nbmake --numprocesses 2 --dist loadfile tests/reference $(PYTEST)
+	OMP_NUM_THREADS=1 $(TWO_AT_A_TIME) tests/reference $(PYTEST)
 
 long: $(VENV)/.test
-	$(BIN)/python -m pytest -m long -p no:nbmake --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
+	$(TWO_AT_A_TIME) --no-loadscope-reorder -m long $(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
