@@ -72,7 +72,7 @@ help:
 	@echo "make test-schedules  a training step in 1,000 random orders of its threads"
 	@echo "make test-mpi   the tests over MPI, with MPICH and Open MPI, with each Python of $(VERSIONS)"
 	@echo "make fuzz       $(CASES) random inputs for every parser and command line, in 7 to 20 minutes on 2 cores"
-	@echo "make mutants    break the code in 460 chosen and 300 random places, one at a time, and see that a test notices"
+	@echo "make mutants    break the code in each listed place and in 300 random ones, one at a time, and see that a test notices"
 	@echo "make exercises  grade what you have written in chapters/exercises"
 	@echo "make reference  the comparisons with torch and transformers (installs torch)"
 	@echo "make long       the tests that take long: further cases of claims, every chapter on three ranks; 30 minutes on 2 cores"

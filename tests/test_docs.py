@@ -89,6 +89,10 @@ def test_a_decision_has_at_most_eight_lines():
     assert len(sections(document, 3)) > 50 and too_long(document) == []
 
 
+def test_all_decisions_have_at_most_350_lines():
+    assert len(text("docs/decisions.md").splitlines()) <= 350
+
+
 def test_a_long_decision_is_seen():
     nine = "line\n" * 9
     assert too_long(f"### A\n{nine}\n## T\n### B\n\n{nine[5:]}\n## T\n{nine}") == ["A"]

@@ -17,7 +17,7 @@ from minipar.autograd.guards import refuse_dropout
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, xp
 
-# Rows and columns of a block of scores (measured: docs/speed.md). KEY_BLOCK is a multiple of
+# Rows and columns of a block of scores (measured: docs/measurements.md). KEY_BLOCK is a multiple of
 # QUERY_BLOCK: then the diagonal meets only the last block of each row of blocks.
 QUERY_BLOCK = 128
 KEY_BLOCK = 1024
