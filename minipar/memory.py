@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
+from numpy.typing import DTypeLike
+
 from minipar.backend import Array, setting, xp
 
 # parameters, gradients and optimizer are the model state of the ZeRO paper. activations are the
@@ -33,7 +35,7 @@ def hold(kind: str, *arrays: Any) -> None:
                 ledger.hold(kind, array)
 
 
-def allocate(kind: str, size: int, dtype: Any) -> Array:
+def allocate(kind: str, size: int, dtype: DTypeLike) -> Array:
     """Make a flat array, without values, whose memory is of this kind."""
     array = xp.empty(size, dtype=dtype)
     hold(kind, array)

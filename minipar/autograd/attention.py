@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.autograd.fused import product
 from minipar.autograd.guards import refuse_dropout
+from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, xp
 
@@ -72,7 +74,7 @@ def scale_of(q: Array) -> float:
     return q.shape[-1] ** -0.5
 
 
-def above_diagonal(length: int, dtype: Any) -> Array:
+def above_diagonal(length: int, dtype: DTypeLike) -> Array:
     """Return what to add to scores (T, T) so that no token sees a later one: -inf there, else 0."""
     everywhere = xp.full((length, length), -xp.inf, dtype=dtype)
     return xp.triu(everywhere, 1)
@@ -106,7 +108,7 @@ class FullAttention(Function):
         self.save_for_backward(qkv=qkv, p=p, keep=keep, out=out)
         return join_heads(out)
 
-    def backward(self, grad: Array, qkv: Array, p: Array, keep: Array | None, out: Array) -> Any:
+    def backward(self, grad: Array, qkv: Array, p: Array, keep: Array | None, out: Array) -> Gradients:
         q, k, v = split_heads(qkv, self.heads, self.kv_heads)
         dqkv = xp.empty_like(qkv)
         dq, dk, dv = split_heads(dqkv, self.heads, self.kv_heads)
@@ -325,7 +327,7 @@ class BlockwiseAttention(Function):
         self.save_for_backward(qkv=qkv, out=out, lse=lse)
         return join_heads(out)
 
-    def backward(self, grad: Array, qkv: Array, out: Array, lse: Array) -> Any:
+    def backward(self, grad: Array, qkv: Array, out: Array, lse: Array) -> Gradients:
         q, k, v = split_heads(qkv, self.heads, self.kv_heads)
         dout = separate_heads(grad, out)
         gradients = self.array_backward(dout, q, k, v, out, lse, scale_of(q))

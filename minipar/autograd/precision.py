@@ -9,6 +9,8 @@ into a `grad_buffer`. No operation knows of this file.
 from collections.abc import Sequence
 from typing import Any
 
+from numpy.typing import DTypeLike
+
 from minipar.autograd.rules import LazyGradient
 from minipar.backend import Array, xp
 
@@ -47,14 +49,14 @@ def as_tuple(gradients: Any) -> tuple[Any, ...]:
     return gradients if isinstance(gradients, tuple) else (gradients,)
 
 
-def cast_saved(node: Any, dtype: Any, least: int = 0) -> None:
+def cast_saved(node: Any, dtype: DTypeLike, least: int = 0) -> None:
     """Convert the saved arrays that have at least so many elements."""
     for name, value in node.saved.items():
         if isinstance(value, xp.ndarray) and value.size >= least:
             node.saved[name] = cast_floats(value, dtype)
 
 
-def cast_floats(value: Any, dtype: Any) -> Any:
+def cast_floats(value: Any, dtype: DTypeLike) -> Any:
     """Convert an array of float32 or 2-byte floats, or a gradient's recipe; return other values as they are."""
     if isinstance(value, LazyGradient):
         return LazyGradient(lambda out: cast_floats(value.compute(None), dtype))

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.autograd import Tensor, grad_enabled
 from minipar.backend import Array
@@ -28,7 +29,7 @@ def check_made_outside(name: str) -> None:
         raise UsageError(f"{why}, which does not train it: make all layers in __init__")
 
 
-def float_dtype(model: str, dtype: Any) -> str:
+def float_dtype(model: str, dtype: DTypeLike) -> str:
     """Return NumPy's name of a model's dtype, which may be one of DTYPES. UsageError unless it is one of these."""
     given = str(getattr(dtype, "__name__", dtype))  # np.float32 has a name, too
     name = DTYPES.get(given, given)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from minipar.autograd import Function, Tensor, concatenate, embedding, swiglu
+from minipar.autograd.rules import Gradients
 from minipar.backend import Array, from_host, to_host, xp
 from minipar.nn.llama import Attention, Llama, LlamaConfig, norm_of, projection
 from minipar.nn.module import Module
@@ -93,7 +94,7 @@ class Balance(Function):
             self.save_for_backward(loads=loads)
         return probabilities
 
-    def backward(self, grad: Array, loads: np.ndarray) -> Any:
+    def backward(self, grad: Array, loads: np.ndarray) -> Gradients:
         layer = self.layer
         layer.count(loads, tokens=len(grad))
         if layer.aux_loss:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from numpy.typing import DTypeLike
+
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
@@ -90,7 +92,7 @@ class _TwoSums:
 class CastingComm:
     """The ranks of `comm`, over which gradients travel and are summed in `dtype`."""
 
-    def __init__(self, comm: GradientComm, dtype: Any) -> None:
+    def __init__(self, comm: GradientComm, dtype: DTypeLike) -> None:
         self.comm = comm
         self.dtype = dtype
         self.rank = comm.rank
@@ -130,7 +132,7 @@ class _CastBack:
         return self.target
 
 
-def in_dtype(comm: GradientComm, dtype: Any, gradient_dtype: Any) -> GradientComm:
+def in_dtype(comm: GradientComm, dtype: DTypeLike | None, gradient_dtype: DTypeLike) -> GradientComm:
     """Return a communicator that sums gradients in `dtype`; None means their own, `gradient_dtype`."""
     if dtype is None or xp.dtype(dtype) == xp.dtype(gradient_dtype):
         return comm

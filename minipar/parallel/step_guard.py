@@ -81,7 +81,7 @@ class Guard(Owner):
 
     # ---- what the strategy says
 
-    def before_loss(self, x: Any, y: Any) -> None:
+    def before_loss(self, x: Array, y: Array) -> None:
         """Compare the ranks' parameters before the first loss, and before losses 2, 3, 5, 9, ... that follow a step.
 
         ValueError, on every rank, if they differ. Prints a note if two ranks train on the same

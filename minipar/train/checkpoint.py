@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
 
@@ -134,7 +135,7 @@ class Checkpoint:
             if hashlib.file_digest(stream, "sha256").hexdigest() != file["sha256"]:
                 raise UsageError(f"{path}: its SHA-256 is not that of what was written: the file is corrupted")
 
-    def array(self, kind: str, name: str, dtype: Any = None) -> Array:
+    def array(self, kind: str, name: str, dtype: DTypeLike | None = None) -> Array:
         """Join the serial model's array for one parameter: its values, or a mean of the optimizer (see KINDS)."""
         pieces = ((piece, self._tensor(file, f"{kind}/{name}", piece)) for file, piece in self.pieces[name])
         return from_host(np.asarray(to_host(join(self.shapes[name], self.dtype, pieces)), dtype=dtype))

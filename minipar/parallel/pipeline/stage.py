@@ -6,6 +6,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from numpy.typing import DTypeLike
+
 from minipar.autograd import DeferredGradients, Tensor, defer_weight_gradients
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
@@ -132,7 +134,7 @@ class PipelineExecutor:
         comm: Communicator,
         stages: dict[int, PipelineStage],
         shape: tuple[int, ...],
-        dtype: Any,
+        dtype: DTypeLike | None,
     ) -> None:
         if FIRST_TAG + 2 * schedule.stages * schedule.microbatches > USER_TAGS:
             sizes = f"2*{schedule.stages}*{schedule.microbatches}"

@@ -12,10 +12,10 @@ user_layers.py those of a user's own model.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from minipar.autograd import LazyGradient, Tensor, embedding, linear
 from minipar.autograd.fused import LinearFunction
+from minipar.autograd.rules import Gradients
 from minipar.backend import Array, xp
 from minipar.nn.guards import check_columns
 from minipar.nn.layers import Embedding, Linear, as_tensor
@@ -91,12 +91,12 @@ class _EnterLinear(LinearFunction):
     ) -> Array:
         self.border = border
         # The number of columns on all ranks: the serial loss refuses a rank's part of the logits.
-        self.part_of = border.group.size * weight.shape[0 if transposed else 1]
+        self.all_columns = border.group.size * weight.shape[0 if transposed else 1]
         if border.sequence:
             x = border.group.gather(x, SEQUENCE)  # (B, T, h)
         return super().forward(x, weight, bias, transposed)  # (B, T, out/t)
 
-    def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Any:
+    def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Gradients:
         # dx is this rank's term of the gradient of x, or None if nobody needs that gradient. The
         # gradients of weight and bias are LazyGradients, which are not computed yet.
         dx, dweight, dbias, _ = super().backward(grad, x, weight)
