@@ -47,7 +47,7 @@ class Operation:
     receives: Bounds | None = None  # and those of its output
 
 
-class Call(NamedTuple):
+class TagFields(NamedTuple):
     """The call that a tag describes."""
 
     name: str
@@ -69,14 +69,14 @@ def to_tag(operation: Operation, number: int) -> int:
     return tag * 8 + OPERATION_CODES[operation.name]
 
 
-def from_tag(tag: int) -> Call:
+def from_tag(tag: int) -> TagFields:
     """Unpack a tag of `to_tag`, from its lowest bits on."""
     tag, name = divmod(tag, 8)
     tag, algorithm = divmod(tag, 8)
     tag, maximum = divmod(tag, 2)
     tag, dtype = divmod(tag, 32)
     tag, elements = divmod(tag, 128)
-    return Call(
+    return TagFields(
         list(OPERATION_CODES)[name],
         list(ALGORITHM_CODES)[algorithm],
         maximum == 1,

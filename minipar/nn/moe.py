@@ -132,7 +132,7 @@ class Rows:
 
     tokens: Array  # (M,): the token in each row
     counts: np.ndarray  # (E,): the rows of each expert
-    places: Array  # (N, k): the row of each assignment
+    row_of: Array  # (N, k): the row of each assignment
     is_kept: Array  # (N, k): 0 where an expert's capacity leaves no row for it, else 1
 
 
@@ -144,8 +144,8 @@ def rows_by_expert(indices: Array, experts: int) -> Rows:
     chosen = indices.reshape(-1)  # (N k,)
     order = xp.argsort(chosen, kind="stable")  # the assignment in each row
     counts = to_host(xp.bincount(chosen, minlength=experts))
-    places = xp.argsort(order).reshape(indices.shape)
-    return Rows(tokens=order // indices.shape[1], counts=counts, places=places, is_kept=xp.ones_like(indices))
+    row_of = xp.argsort(order).reshape(indices.shape)
+    return Rows(tokens=order // indices.shape[1], counts=counts, row_of=row_of, is_kept=xp.ones_like(indices))
 
 
 def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
@@ -166,12 +166,12 @@ def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
     row = (expert * capacity + number)[fits]
     tokens = xp.zeros(experts * capacity, dtype=int)
     tokens[row] = kept % n
-    places = xp.zeros(n * k, dtype=int)
-    places[kept] = row
+    row_of = xp.zeros(n * k, dtype=int)
+    row_of[kept] = row
     is_kept = xp.zeros(n * k, dtype=int)
     is_kept[kept] = 1
     return Rows(
-        tokens=tokens, counts=np.full(experts, capacity), places=places.reshape(k, n).T, is_kept=is_kept.reshape(k, n).T
+        tokens=tokens, counts=np.full(experts, capacity), row_of=row_of.reshape(k, n).T, is_kept=is_kept.reshape(k, n).T
     )
 
 
@@ -257,7 +257,7 @@ class MoE(Module):
             weights = weights * rows.is_kept.astype(weights.dtype)
         # The rows (M, h) have no name here, so that they are freed when the experts have run.
         results = self.run_experts(embedding(x, rows.tokens), rows.counts)  # (M, h)
-        by_token = embedding(results, rows.places)  # (N, k, h)
+        by_token = embedding(results, rows.row_of)  # (N, k, h)
         return (by_token * weights.reshape(n, k, 1)).sum(1)
 
     def run_experts(self, xs: Tensor, counts: np.ndarray) -> Tensor:

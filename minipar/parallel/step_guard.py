@@ -167,7 +167,7 @@ class Guard(Owner):
             )
         self.state = "local"
 
-    def check(self, parameters: Sequence[Parameter]) -> None:
+    def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if an optimizer holds parameters of the model that the strategy does not give it."""
         for p in parameters:
             if self in p.owners and p not in self.given:
@@ -371,13 +371,13 @@ class OptimizerGuard(Owner):
         if is_power_of_two(self.updates):
             self.step_is_compared = False
 
-    def check(self, parameters: Sequence[Parameter]) -> None:
+    def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError: another optimizer would update the parameters a second time."""
         raise ValueError("a ZeroOptimizer updates these parameters already: call its step() alone")
 
     def check_sum(self, group: Communicator) -> None:
         """Raise ValueError: another ZeroOptimizer would sum the gradients a second time."""
-        self.check(self.optimizer.parameters)
+        self.check_optimizer(self.optimizer.parameters)
 
     def forget_gradients(self) -> None:
         """Forget what was summed; `zero_grad` of a model calls it, too."""

@@ -139,7 +139,7 @@ def train(
         start_trace(comm)
     np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the trainer says it once
     for result in trainer.train():
-        if verifier is not None and not verifier.check(result):
+        if verifier is not None and not verifier.check_step(result):
             say(f"minipar: note: verify: FAILED: {verifier.failure}; training continues", report.stream)
         validation = evaluate(trainer, evaluation, result)
         metrics.write(result, validation)

@@ -48,14 +48,14 @@ def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
         if field.name in written:
             given[f"{section}.{field.name}"] = written[field.name]
     config = dataclasses.replace(with_values(TrainConfig(), given), given=frozenset(given))
-    check(config)
+    check_settings(config)
     return config
 
 
 # ---- what can be known before the number of ranks and the model of a checkpoint or directory -------------------------
 
 
-def check(config: TrainConfig) -> None:
+def check_settings(config: TrainConfig) -> None:
     """Check what can be known before the number of ranks and the model of a checkpoint or directory.
 
     UsageError.

@@ -12,7 +12,7 @@ from typing import Any
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, reading, run_flags
-from minipar.train.config import check
+from minipar.train.config import check_settings
 from minipar.train.data import Tokens
 from minipar.train.manifest import MOST_BYTES
 from minipar.train.settings import SIZES, RunConfig, TrainConfig, flags, with_values
@@ -83,7 +83,7 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
             values[name] = saved[flag]
     config = with_values(config, values)
     _compare(checkpoint.path, MUST_AGREE, saved, run_flags(config), "; these cannot change in a resumed run")
-    check(config)
+    check_settings(config)
     return config
 
 

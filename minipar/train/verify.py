@@ -55,7 +55,7 @@ def verify(trainer: Trainer) -> Verdict:
     """
     verifier = Verifier(trainer)
     for result in trainer.train():
-        verifier.check(result)
+        verifier.check_step(result)
     return verifier.verdict()
 
 
@@ -95,7 +95,7 @@ class Verifier:
                 problem = self._different_state(state)
             self._share(problem, trainer.first_step - 1)
 
-    def check(self, result: StepResult) -> bool:
+    def check_step(self, result: StepResult) -> bool:
         """Compare the step that the trainer has just taken; return False if it is the first that differs.
 
         After that one, nothing is compared any more.

@@ -86,7 +86,7 @@ class PipelineModule(Module, Owner):
         self.set_submodule(f"stage{i}", module)  # its parameters are named stage{i}.NAME
         return Segment(str(i), module, module.parameters())
 
-    def check(self, parameters: Sequence[Parameter]) -> None:
+    def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError for a plain optimizer: the replicas would drift apart."""
         if self.mesh.dp.size == 1:
             return
@@ -109,7 +109,7 @@ class PipelineModule(Module, Owner):
 
     def own_gradients(self) -> list[Parameter]:
         """Return the parameters that have gradients. ValueError if a replica has a share of them."""
-        self.check(self.parameters())
+        self.check_optimizer(self.parameters())
         check_gradients(self.parameters(), "clip_grad_norm()")
         for p in self.parameters():
             p.fold_tied_gradients()

@@ -6,7 +6,7 @@ gradients of LayerNorms and row layers' biases cover its own tokens, so TensorPa
 sums them over the ranks. Inside the border each rank has its own columns of an activation. A column
 layer starts with the border's `enter`, and a row layer ends with the border's `leave`.
 
-A parallel layer is made from a serial one, and takes over its Parameters. `split` has replaced
+A parallel layer is made from a serial one, and takes over its Parameters. `shard_parameter` has replaced
 their values by this rank's part before. plan.py makes the parallel layers of minipar's models, and
 user_layers.py those of a user's own model.
 """
@@ -113,7 +113,7 @@ class _EnterLinear(LinearFunction):
         return summed, dweight, dbias, None, None
 
 
-def split(parameter: Parameter, shard: Shard) -> None:
+def shard_parameter(parameter: Parameter, shard: Shard) -> None:
     """Replace a parameter by this rank's part of it, and record the placement."""
     if parameter.placement is None:
         parameter.placement = Placement("", parameter.shape)

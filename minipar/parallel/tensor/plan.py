@@ -175,7 +175,7 @@ def tensor_parallel(
     for name, p in model.named_parameters():
         own = tensor_placement(name, p.shape, comm.rank, comm.size, sequence)
         if isinstance(own, Shard):
-            layers.split(p, own)
+            layers.shard_parameter(p, own)
         else:
             placement.update(p, tp=own)
         if isinstance(own, Partial):
