@@ -10,7 +10,6 @@ import threading
 import weakref
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
 
 from numpy.typing import DTypeLike
 
@@ -24,7 +23,7 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 _recording: "ContextVar[MemoryLedger | None]" = ContextVar("memory_ledger", default=None)
 
 
-def hold(kind: str, *arrays: Any) -> None:
+def hold(kind: str, *arrays: object) -> None:
     """Record that the memory of these arrays is of this kind; the first kind stays.
 
     Other values are ignored.

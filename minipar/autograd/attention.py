@@ -8,7 +8,6 @@ attention; Hugging Face's repeat_kv). In this file queries are (B, n, g, T, d), 
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -316,8 +315,8 @@ class BlockwiseAttention(Function):
         qkv: Array,
         heads: int,
         kv_heads: int,
-        forward: Callable[..., Any],
-        backward: Callable[..., Any],
+        forward: Callable[..., tuple[Array, ...]],
+        backward: Callable[..., tuple[Array, ...]],
     ) -> Array:  # fmt: skip
         self.heads = heads
         self.kv_heads = kv_heads

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 from minipar.autograd.guards import IGNORE_INDEX, check_targets, check_whole_logits
 from minipar.autograd.rules import Gradient, Gradients, LazyGradient, Result
@@ -21,7 +20,7 @@ GELU_CUBIC = 0.044715
 _flop_counter: ContextVar[Callable[[int], None] | None] = ContextVar("flop_counter", default=None)
 
 
-def flop_counter(count: Callable[[int], None]) -> AbstractContextManager[Any]:
+def flop_counter(count: Callable[[int], None]) -> AbstractContextManager[object]:
     """Call `count` with the operations of each matrix product in the block, attention's too."""
     return setting(_flop_counter, count)
 
@@ -334,7 +333,7 @@ class CrossEntropyFunction(Function):
         return xp.where(counted, xp.log(total[:, 0]) - correct, 0).sum()
 
     def backward(
-        self, grad: Array, probabilities: Array, rows: Array, targets: Array, counted: Array, one_hot: Any
+        self, grad: Array, probabilities: Array, rows: Array, targets: Array, counted: Array, one_hot: Array | int
     ) -> Gradients:
         dlogits = probabilities  # overwritten: nobody else holds it and backward runs once
         dlogits[rows, targets] -= one_hot

@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from minipar.autograd.rules import LazyGradient
+from minipar.autograd.rules import Gradients, LazyGradient
 from minipar.backend import Array, xp
 
 
@@ -28,7 +28,7 @@ def forward(node: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Array:
     return output.astype(node.narrow)
 
 
-def backward(node: Any, grad: Array) -> Sequence[Any]:
+def backward(node: Any, grad: Array) -> Sequence[Array | LazyGradient | None]:
     """Run the backward of a Function. Return a gradient or None for each input."""
     if node.narrow is None:
         return as_tuple(node.backward(grad, **node.saved))
@@ -44,7 +44,7 @@ def backward(node: Any, grad: Array) -> Sequence[Any]:
     return rounded
 
 
-def as_tuple(gradients: Any) -> tuple[Any, ...]:
+def as_tuple(gradients: Gradients | Array) -> Gradients:
     """Return what a backward returned as a tuple: a function of one input may return its gradient alone."""
     return gradients if isinstance(gradients, tuple) else (gradients,)
 

@@ -131,7 +131,6 @@ class Communicator(Stream):
         as one device does.
         """
         flat = self._flat(x, "all_reduce") if self.size > 1 else NOTHING
-        algorithm = choose("all_reduce", algorithm, flat.nbytes)
         operation = Operation("all_reduce", algorithm, input=flat, output=flat, combine=_combine(op))
         return self._issue(operation, x, async_op)
 
@@ -146,7 +145,6 @@ class Communicator(Stream):
         """
         flat = self._flat(x, "reduce_scatter")
         out, host = self._output("reduce_scatter", x, out, chunks(flat, self.size)[self.rank].size)
-        algorithm = choose("reduce_scatter", algorithm, flat.nbytes)
         operation = Operation("reduce_scatter", algorithm, input=flat, output=host, combine=_combine(op))
         return self._issue(operation, out, async_op)
 
@@ -168,7 +166,6 @@ class Communicator(Stream):
             given = f"{host.size} elements over {self.size} ranks give this rank {own.size}"
             raise CommunicationError(f"{self.label}, all_gather: {given}, but its chunk has {flat.size}")
         own[...] = flat  # NumPy copies nothing where the two are the same memory
-        algorithm = choose("all_gather", algorithm, host.nbytes)
         operation = Operation("all_gather", algorithm, input=host, output=host)
         return self._issue(operation, out, async_op)
 
@@ -192,7 +189,6 @@ class Communicator(Stream):
             receives = bounds_of(counts[1])
             size = receives[-1][1]
         out, host = self._output("all_to_all", x, out, size)
-        algorithm = choose("all_to_all", algorithm, flat.nbytes)
         operation = Operation("all_to_all", algorithm, input=flat, output=host, sends=sends, receives=receives)
         return self._issue(operation, out, async_op)
 
@@ -204,13 +200,12 @@ class Communicator(Stream):
         if not 0 <= root < self.size:
             raise ValueError(f"{self.label}, broadcast: root {root} is not one of the {self.size} ranks")
         flat = self._flat(x, "broadcast") if self.size > 1 else NOTHING
-        algorithm = choose("broadcast", algorithm, flat.nbytes)
         operation = Operation("broadcast", algorithm, input=flat, output=flat, root=root)
         return self._issue(operation, x, async_op)
 
     def barrier(self, algorithm: str = "auto") -> None:
         """Return when every rank of the group has called. Sent: ceil(lg p) empty messages."""
-        operation = Operation("barrier", choose("barrier", algorithm, 0), input=NOTHING, output=NOTHING)
+        operation = Operation("barrier", algorithm, input=NOTHING, output=NOTHING)
         self._issue(operation, None, async_op=False)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -282,8 +277,10 @@ class Communicator(Stream):
     def _issue(self, operation: Operation, result: Array | None, async_op: bool) -> Result:
         """Put an operation into the queue. Return its Work, or wait for it and return its result.
 
-        `result` is the output, or the device array for the output's values.
+        Its algorithm may still be "auto". `result` is the output, or the device array for the
+        output's values.
         """
+        operation.algorithm = choose(operation.name, operation.algorithm, operation.input.nbytes)
         work = self._work(operation.name, operation.algorithm, self.next_tag(operation))
         work.begin(steps_of(work.link, operation), result)
         if type(result) is not np.ndarray and operation.output is not NOTHING:

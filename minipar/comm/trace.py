@@ -204,13 +204,17 @@ def start_trace(comm: Any) -> None:  # a Communicator, which imports this file
 @contextmanager
 def unseen(comm: Any) -> Iterator[None]:
     """Keep what the block sends, computes and holds out of the trace, the clock, the traffic and the memory ledger."""
-    traced, counts, now = comm.tracer.enabled, comm.traffic.counts, comm.clock.now()
-    comm.tracer.enabled, comm.traffic.counts = False, {}
+    traced = comm.tracer.enabled
+    counts = comm.traffic.counts
+    now = comm.clock.now()
+    comm.tracer.enabled = False
+    comm.traffic.counts = {}
     try:
         with unrecorded():
             yield
     finally:
-        comm.tracer.enabled, comm.traffic.counts = traced, counts
+        comm.tracer.enabled = traced
+        comm.traffic.counts = counts
         comm.clock.resume(now)
 
 
@@ -227,7 +231,7 @@ def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     error = None
     if gathered is not None:
         events = [event for data in gathered for event in json.loads(data)]
-        about: dict[str, Any] = {"clock": comm.clock.name}
+        about: dict[str, object] = {"clock": comm.clock.name}
         if mesh is not None:
             about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
         try:

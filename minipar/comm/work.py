@@ -91,8 +91,9 @@ class Engine:
         """Advance all streams as far as possible, without waiting."""
         for stream in tuple(self.streams):
             if stream.queue:  # a callback of another stream's operation may have emptied it
-                # This runs all of the queue, the oldest first. It is Work's `drive` and not TimedWork's,
-                # because the caller has not asked for this operation, and waiting takes no CPU time.
+                # This runs all of the queue, the oldest first. It is Work's `drive` and not
+                # TimedWork's, because the caller has not asked for this operation, and waiting takes
+                # no CPU time.
                 Work.drive(stream.queue[-1], to_end=False)
 
 
@@ -140,7 +141,8 @@ class Stream:
         self.label = f"rank {self.ranks[self.rank]}{axis_rank}"  # in error messages
         self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
         self._scratch = np.empty(0, np.uint8)
-        # The arrays that `scratch` has returned, by size and dtype: to find one takes less time than to make it.
+        # The arrays that `scratch` has returned, by size and dtype: to find one takes less time
+        # than to make it.
         self._scratch_views: dict[tuple[int, np.dtype], np.ndarray] = {}
 
     def next_tag(self, operation: Operation) -> int:

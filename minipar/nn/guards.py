@@ -38,13 +38,13 @@ def float_dtype(model: str, dtype: DTypeLike) -> str:
     return name
 
 
-def check_probability(p: Any) -> None:
+def check_probability(p: object) -> None:
     """Raise UsageError unless elements can be dropped with probability `p`."""
     if not isinstance(p, Real) or not 0 <= float(p) < 1:
         raise UsageError(f"dropout = {p!r}: expected a probability from 0 on and below 1")
 
 
-def check_size(name: str, value: Any) -> None:
+def check_size(name: str, value: object) -> None:
     """Raise UsageError unless a model's size is an integer, and ValueError unless it is at least 1."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise UsageError(f"{name} = {value!r}: expected an integer")
@@ -52,7 +52,7 @@ def check_size(name: str, value: Any) -> None:
         raise ValueError(f"{name} = {value}, expected at least 1")
 
 
-def check_config(model: str, expected: Any, config: Any) -> None:
+def check_config(model: str, expected: Any, config: object) -> None:
     """Raise UsageError unless a model is made from its own kind of config."""
     if getattr(config, "model_type", None) != expected.model_type:
         given = type(config).__name__
@@ -62,7 +62,7 @@ def check_config(model: str, expected: Any, config: Any) -> None:
         raise UsageError(f"{model} of a {given}: {remedy}")
 
 
-def array_of(what: str, value: Any) -> Array:
+def array_of(what: str, value: object) -> Array:
     """Return the array of a batch, read from a tensor of torch if it is one. UsageError for a list or a Tensor."""
     if isinstance(value, Tensor):
         raise UsageError(f"{what} are a Tensor: give its array, {what}.data")

@@ -47,7 +47,7 @@ class Optimizer:
         for owner in owners_of(self.parameters):
             owner.check_optimizer(self.parameters)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; `optimizer.lr = x` is how a schedule acts.
 
         UsageError for a value that cannot be meant.

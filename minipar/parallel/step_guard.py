@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -254,9 +254,9 @@ def is_power_of_two(count: int) -> bool:
     return count.bit_count() == 1
 
 
-def by_ranks(held: Iterable[tuple[Communicator, Sequence[Any]]]) -> list[tuple[Communicator, list[Any]]]:
+def by_ranks(held: Iterable[tuple[Communicator, Sequence[Array]]]) -> list[tuple[Communicator, list[Array]]]:
     """Join what the same ranks hold."""
-    joined: dict[Communicator, list[Any]] = {}
+    joined: dict[Communicator, list[Array]] = {}
     for comm, items in held:
         joined.setdefault(comm, []).extend(items)
     return list(joined.items())

@@ -161,8 +161,8 @@ def opening(trainer: Trainer) -> str:
     lines = [progress.describe(config, ranks, trainer.size, len(tokens.ids), tokens.name)]
     lines += progress.notes(config)
     if trainer.checkpoint is not None:
-        place = printable(str(trainer.checkpoint.directory))
-        line = f"minipar: resumed after step {trainer.first_step} from {place}"
+        directory = printable(str(trainer.checkpoint.directory))
+        line = f"minipar: resumed after step {trainer.first_step} from {directory}"
         if trainer.first_step >= config.optimizer.steps:
             line += "; this is the last step: give more --steps"
         lines.append(line)

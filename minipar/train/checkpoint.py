@@ -55,8 +55,8 @@ from minipar.train.manifest import (
     check_files,
     check_run,
     checksum,
+    model_shape,
     parse,
-    shape_of,
 )  # fmt: skip
 from minipar.train.settings import TrainConfig, flags
 
@@ -110,7 +110,7 @@ class Checkpoint:
             self.step: int = self.manifest["step"]
             self.files: list[dict[str, Any]] = self.manifest["files"]
             self.history: list[dict[str, Any]] = self.manifest["history"]
-            self.shape: TransformerConfig = shape_of(self.manifest)
+            self.shape: TransformerConfig = model_shape(self.manifest)
             dtype = np.dtype(self.manifest["dtype"])
             self.dtype = np.dtype("float32") if dtype.itemsize == 2 else dtype  # updates have it
             check_files(self.manifest, self.dtype.itemsize)
@@ -255,12 +255,12 @@ def _remove_leftovers(root: Path) -> None:
                 path.rmdir()
 
 
-def refuse_checkpoint(directory: str) -> None:
+def refuse_inside_checkpoint(directory: str) -> None:
     """Raise UsageError if `--save DIR` is a checkpoint or inside one, which would then hold files not its own."""
     root = Path(directory).resolve()
-    for place in (root, *root.parents):
-        if STEP.fullmatch(place.name) or (place / "rank-00000.safetensors").exists():
-            raise UsageError(f"--save {directory}: {place} is a checkpoint; save to the directory that holds it")
+    for folder in (root, *root.parents):
+        if STEP.fullmatch(folder.name) or (folder / "rank-00000.safetensors").exists():
+            raise UsageError(f"--save {directory}: {folder} is a checkpoint; save to the directory that holds it")
 
 
 def prepare_directory(directory: str, first_step: int) -> None:

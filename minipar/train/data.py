@@ -61,8 +61,10 @@ class Tokens:
         limit = self.vocab_size
         if piece.max() >= limit:
             i = int(np.argmax(piece >= limit))
-            place = i if positions is None else positions.flat[i]
-            raise UsageError(f"{self.name}: token {piece.flat[i]} at position {place} is not below vocab-size {limit}")
+            position = i if positions is None else positions.flat[i]
+            raise UsageError(
+                f"{self.name}: token {piece.flat[i]} at position {position} is not below vocab-size {limit}"
+            )
 
 
 def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = "--data") -> Tokens:

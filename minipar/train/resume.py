@@ -52,14 +52,16 @@ def find_checkpoint(config: TrainConfig, comm: Communicator, name: str = "--resu
     """
     if config.run.resume is None:
         return None
-    place = b""
+    found = None
     text = b""
     with agreeing(comm, name):
-        if comm.rank == 0 and (directory := _find(config.run, name)) is not None:
-            place = os.fsencode(directory)
-            text = _read_manifest(directory / MANIFEST)
-    place, text = (comm.all_gather_bytes(each)[0] for each in (place, text))
-    return Checkpoint(os.fsdecode(place), text) if place else None
+        if comm.rank == 0:
+            found = _find(config.run, name)
+        if found is not None:
+            text = _read_manifest(found / MANIFEST)
+    directory = comm.all_gather_bytes(os.fsencode(found or ""))[0]
+    text = comm.all_gather_bytes(text)[0]
+    return Checkpoint(os.fsdecode(directory), text) if directory else None
 
 
 def _read_manifest(path: Path) -> bytes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -198,7 +198,7 @@ class PipelineModule(Module, Owner):
             dp.all_reduce(totals, algorithm="ordered")
             scale = 1 / max(1.0, totals[1])
 
-        def loss(i: int, stage_input: Any) -> Tensor:
+        def loss(i: int, stage_input: Array | Tensor) -> Tensor:
             assert last_stage is not None
             value = last_stage.loss_sum(stage_input, from_host(targets[i]))
             totals[0] += value.item()
@@ -225,7 +225,7 @@ class _HeadedExecutor(PipelineExecutor):
             self._sent.append(self.comm.isend(header, peer, tag))
         super()._send(key, array, peer, tag)
 
-    def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Any]:
+    def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Array]:
         stage, direction, m = key
         if direction == "B":  # a gradient has its activation's shape and dtype
             _, activation = self.stages[stage].alive[m]
@@ -234,7 +234,7 @@ class _HeadedExecutor(PipelineExecutor):
         header = np.empty(HEADER, np.int64)
         message = self.comm.irecv(header, peer, tag)
 
-        def announced() -> Any:
+        def announced() -> Array:
             message.wait()
             kind, ndim, *dims = header.tolist()
             activation = xp.empty(dims[:ndim], dtype=DTYPES[kind])

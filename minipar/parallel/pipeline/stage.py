@@ -149,7 +149,7 @@ class PipelineExecutor:
         self.dtype = dtype
         self.peak_alive = 0
         # The results that are not used yet: an array each, or a function that waits for it.
-        self._results: dict[Key, Any] = {}
+        self._results: dict[Key, Array] = {}
         self._sent: list[Work] = []
 
     def run(self, tokens: Tokens, loss: Loss, scale: float, around: Around) -> None:
@@ -215,7 +215,7 @@ class PipelineExecutor:
             self._sent = [message for message in self._sent if not message.test()]
             self._send(key, xp.ascontiguousarray(self._results.pop(key)), peer, tag)
 
-    def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Any]:
+    def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Array]:
         """Post a receive; return the function that waits for it."""
         return self.comm.irecv(xp.empty(self.shape, dtype=self.dtype), peer, tag).wait
 
