@@ -353,7 +353,7 @@ if rank == 0:
     for name, row in PLAN.items():
         alone = "" if row.crosses else "  (its block crosses the border)"
         print(f"{name:<12} dim {row.dim!s:<4}  groups {row.groups}  {row.layer.__name__}{alone}")
-    show_source(tensor_placement, layers.split)
+    show_source(tensor_placement, layers.shard_parameter)
 
 L, V = 2, 257  # layers, and words in the vocabulary: a prime, so that nothing divides it
 shape = GPTConfig(vocab_size=V, n_positions=T, n_embd=h, n_layer=L, n_head=a)

@@ -9,7 +9,7 @@ import ctypes
 import importlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
@@ -29,7 +29,7 @@ LARGEST_KEPT = 2**30  # bytes of one array
 _thread_pools = cache(ThreadpoolController)  # finding the libraries takes milliseconds, setting a limit microseconds
 
 
-def one_blas_thread() -> Any:
+def one_blas_thread() -> AbstractContextManager[object]:
     """Limit BLAS to one thread from now on. As a context manager, restore the limit at the end.
 
     Ranks are the parallelism: 8 ranks that each start a BLAS thread per core slow one another down

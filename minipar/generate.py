@@ -6,7 +6,6 @@ The left end of a text longer than the model's positions is cut off.
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -17,19 +16,13 @@ from minipar.comm.threads import serial
 from minipar.errors import UsageError, printable
 from minipar.nn.layers import generator
 from minipar.nn.pretrained import load_pretrained
+from minipar.nn.transformer import LanguageModel
 from minipar.train.config import parse
 from minipar.train.from_config import make_model
 from minipar.train.resume import check_checkpoint, continued, find_checkpoint
 
-NUMBERS: dict[str, tuple[Any, int, str]] = {  # default, least, help
-    "--tokens": (200, 1, "bytes to add"),
-    "--temperature": (0.0, 0, "divides the logits; 0: always the likeliest byte"),
-    "--top-k": (256, 1, "draw from the K likeliest bytes only"),
-    "--seed": (0, 0, "of the draws"),
-}
 
-
-def load(directory: str) -> Any:
+def load(directory: str) -> LanguageModel:
     """Load the model of a model directory, or of the newest checkpoint in a directory.
 
     UsageError.
@@ -46,7 +39,9 @@ def load(directory: str) -> Any:
     return model
 
 
-def generate(model: Any, tokens: Sequence[int], count: int, temperature: float, top_k: int, seed: int) -> list[int]:
+def generate(
+    model: LanguageModel, tokens: Sequence[int], count: int, temperature: float, top_k: int, seed: int
+) -> list[int]:
     """Return `tokens` and the `count` tokens that follow. UsageError if a logit is not finite."""
     random, text = generator(seed, "generate"), list(tokens)
     for _ in range(count):
@@ -61,23 +56,38 @@ def generate(model: Any, tokens: Sequence[int], count: int, temperature: float, 
     return text
 
 
+def check_least(flag: str, number: float, least: int) -> None:
+    """Raise UsageError for a number that is smaller than `least`, infinite or NaN."""
+    if not least <= number <= sys.float_info.max:
+        raise UsageError(f"{flag} {number}: expected a number of at least {least}")
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code: 2 when the input is wrong, with one line."""
     parser = UsageParser(prog="python -m minipar.generate", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--from", metavar="DIR", required=True, help="of --save or --export, or from Hugging Face")
-    parser.add_argument("--prompt", metavar="TEXT", default="\n", help="the text to continue (default: a line break)")
-    for flag, (default, _, text) in NUMBERS.items():
-        parser.add_argument(flag, type=type(default), default=default, help=f"{text} (default: {default})")
+    add = parser.add_argument
+    add("--from", dest="source", metavar="DIR", required=True, help="of --save or --export, or from Hugging Face")
+    add("--prompt", metavar="TEXT", default="\n", help="the text to continue (default: a line break)")
+    add("--tokens", type=int, default=200, help="bytes to add (default: 200)")
+    likeliest = "divides the logits; 0: always the likeliest byte (default: 0.0)"
+    add("--temperature", type=float, default=0.0, help=likeliest)
+    add("--top-k", type=int, default=256, help="draw from the K likeliest bytes only (default: 256)")
+    add("--seed", type=int, default=0, help="of the draws (default: 0)")
     try:
-        source, prompt, *numbers = vars(parser.parse_args(argv)).values()
-        for (flag, (_, least, _)), number in zip(NUMBERS.items(), numbers, strict=True):
-            if not least <= number <= sys.float_info.max:
-                raise UsageError(f"{flag} {number}: expected a number of at least {least}")
-        model = load(source)
-        if (size := model.config.vocab_size) != 256:
-            raise UsageError(f"--from {source}: the model has {size} tokens, but those of a text are the 256 bytes")
-        text = bytes(generate(model, os.fsencode(prompt or "\n"), *numbers)).decode(errors="replace")
-        write_out("\n".join(map(printable, text.split("\n"))) + "\n")
+        given = parser.parse_args(argv)
+        check_least("--tokens", given.tokens, 1)
+        check_least("--temperature", given.temperature, 0)
+        check_least("--top-k", given.top_k, 1)
+        check_least("--seed", given.seed, 0)
+        model = load(given.source)
+        size = model.config.vocab_size
+        if size != 256:
+            but = f"the model has {size} tokens, but those of a text are the 256 bytes"
+            raise UsageError(f"--from {given.source}: {but}")
+        prompt = os.fsencode(given.prompt or "\n")
+        text = bytes(generate(model, prompt, given.tokens, given.temperature, given.top_k, given.seed))
+        lines = text.decode(errors="replace").split("\n")
+        write_out("\n".join(map(printable, lines)) + "\n")
     except (UsageError, MemoryError) as error:
         return report(error)
     return 0

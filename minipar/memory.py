@@ -10,7 +10,8 @@ import threading
 import weakref
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+
+from numpy.typing import DTypeLike
 
 from minipar.backend import Array, setting, xp
 
@@ -22,7 +23,7 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 _recording: "ContextVar[MemoryLedger | None]" = ContextVar("memory_ledger", default=None)
 
 
-def hold(kind: str, *arrays: Any) -> None:
+def hold(kind: str, *arrays: object) -> None:
     """Record that the memory of these arrays is of this kind; the first kind stays.
 
     Other values are ignored.
@@ -33,7 +34,7 @@ def hold(kind: str, *arrays: Any) -> None:
                 ledger.hold(kind, array)
 
 
-def allocate(kind: str, size: int, dtype: Any) -> Array:
+def allocate(kind: str, size: int, dtype: DTypeLike) -> Array:
     """Make a flat array, without values, whose memory is of this kind."""
     array = xp.empty(size, dtype=dtype)
     hold(kind, array)

@@ -13,7 +13,7 @@ from launcher import run_each
 from training import config_for, trainer_for
 
 from minipar.comm import run_local
-from minipar.compare.causes import part_of
+from minipar.compare.causes import name_strips
 from minipar.compare.differences import as_text, compare, main
 from minipar.compare.step_comparison import StepComparison
 from minipar.errors import UsageError
@@ -294,9 +294,11 @@ def test_a_ranks_strips_are_recognized(ranks, groups):
     for rank in range(ranks if 24 % (ranks * groups) == 0 else 0):
         strips_of_rank = np.zeros((groups, ranks, 24 // (groups * ranks)), bool)
         strips_of_rank[:, rank] = True
-        assert part_of(list(strips_of_rank.reshape(-1)), 0, [ranks]) == f"tp rank {rank}'s part (of {ranks}) of "
-    assert part_of([False, True, False, False, True], 1, [2]) == "2 of 5 strips (1 to 4) along dim 1 of "
-    assert part_of([False] * 20 + [True] * 4, 1, [2]).startswith("4 of 24 strips (20 to 23)"), "half of v, not a rank's"
+        assert name_strips(list(strips_of_rank.reshape(-1)), 0, [ranks]) == f"tp rank {rank}'s part (of {ranks}) of "
+    assert name_strips([False, True, False, False, True], 1, [2]) == "2 of 5 strips (1 to 4) along dim 1 of "
+    assert name_strips([False] * 20 + [True] * 4, 1, [2]).startswith("4 of 24 strips (20 to 23)"), (
+        "half of v, not a rank's"
+    )
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

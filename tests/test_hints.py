@@ -11,7 +11,7 @@ from minipar.bench.__main__ import SUBCOMMANDS, bench
 from minipar.comm.threads import serial
 from minipar.compare import differences
 from minipar.errors import UsageError
-from minipar.hints import FOREIGN, letters, suggest, suggest_flag
+from minipar.hints import ELSEWHERE, letters, suggest, suggest_flag
 from minipar.plan import __main__ as plan
 from minipar.train.config import parse
 from visualize import __main__ as visualize
@@ -176,18 +176,18 @@ def test_the_answer_is_a_flag_of_the_same_command(answer):
 
 def test_every_answer_is_a_flag_that_some_command_has(answer):
     flags = {flag for command in COMMANDS for flag in flags_of(command, answer)}
-    for name, answers in FOREIGN.items():
-        assert name == letters(name) and answers
-        for ours in answers:
-            assert ours.split()[0] in flags | {"mpirun"}, name
-        assert suggest_flag(f"--{name}", flags) in answers
+    for ours, theirs in ELSEWHERE.items():
+        assert ours.split()[0] in flags | {"mpirun"}, ours
+        for name in theirs.split():
+            assert name == letters(name)
+            assert name in ELSEWHERE[suggest_flag(f"--{name}", flags)].split()
 
 
 def test_the_values_in_answers_are_accepted(answer):
-    for answers in FOREIGN.values():
-        for flag, *value in (ours.partition(" (")[0].split() for ours in answers):
-            if len(value) == 1 and flag in flags_of("train", answer) and value != ["flash"]:
-                parse([flag, *value])
+    for ours in ELSEWHERE:
+        flag, *value = ours.partition(" (")[0].split()
+        if len(value) == 1 and flag in flags_of("train", answer) and value != ["flash"]:
+            parse([flag, *value])
     given = "--model gpt2 --gpus 8 --gpu h100 --global-batch 8 --seq-len 1024 --attention flash".split()
     assert plan.main([*given, "--precision", "bf16"]) == plan.main([*given, "--precision", "fp16"]) == 0
 

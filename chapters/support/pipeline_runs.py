@@ -78,7 +78,7 @@ class PipelineRuns:
         for result in trainer.train():
             results.append(result)
             if verifier is not None:
-                verifier.check(result)
+                verifier.check_step(result)
         sent = self.comm.traffic.bytes("send", "pp") / self.steps
         if trainer.pipeline:
             home = trainer.executor.schedule.home

@@ -8,12 +8,13 @@ attention; Hugging Face's repeat_kv). In this file queries are (B, n, g, T, d), 
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.autograd.fused import product
 from minipar.autograd.guards import refuse_dropout
+from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, xp
 
@@ -72,7 +73,7 @@ def scale_of(q: Array) -> float:
     return q.shape[-1] ** -0.5
 
 
-def above_diagonal(length: int, dtype: Any) -> Array:
+def above_diagonal(length: int, dtype: DTypeLike) -> Array:
     """Return what to add to scores (T, T) so that no token sees a later one: -inf there, else 0."""
     everywhere = xp.full((length, length), -xp.inf, dtype=dtype)
     return xp.triu(everywhere, 1)
@@ -106,7 +107,7 @@ class FullAttention(Function):
         self.save_for_backward(qkv=qkv, p=p, keep=keep, out=out)
         return join_heads(out)
 
-    def backward(self, grad: Array, qkv: Array, p: Array, keep: Array | None, out: Array) -> Any:
+    def backward(self, grad: Array, qkv: Array, p: Array, keep: Array | None, out: Array) -> Gradients:
         q, k, v = split_heads(qkv, self.heads, self.kv_heads)
         dqkv = xp.empty_like(qkv)
         dq, dk, dv = split_heads(dqkv, self.heads, self.kv_heads)
@@ -314,8 +315,8 @@ class BlockwiseAttention(Function):
         qkv: Array,
         heads: int,
         kv_heads: int,
-        forward: Callable[..., Any],
-        backward: Callable[..., Any],
+        forward: Callable[..., tuple[Array, ...]],
+        backward: Callable[..., tuple[Array, ...]],
     ) -> Array:  # fmt: skip
         self.heads = heads
         self.kv_heads = kv_heads
@@ -325,7 +326,7 @@ class BlockwiseAttention(Function):
         self.save_for_backward(qkv=qkv, out=out, lse=lse)
         return join_heads(out)
 
-    def backward(self, grad: Array, qkv: Array, out: Array, lse: Array) -> Any:
+    def backward(self, grad: Array, qkv: Array, out: Array, lse: Array) -> Gradients:
         q, k, v = split_heads(qkv, self.heads, self.kv_heads)
         dout = separate_heads(grad, out)
         gradients = self.array_backward(dout, q, k, v, out, lse, scale_of(q))

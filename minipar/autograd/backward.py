@@ -107,7 +107,7 @@ def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
     return sorted(nodes, key=lambda node: node.number), uses
 
 
-def input_gradients(node: Node, grad: Array | None) -> Sequence[Any]:
+def input_gradients(node: Node, grad: Array | None) -> Sequence[Array | LazyGradient | None]:
     """Run the node's backward. Return a gradient or None for each input; all None if none has reached the node."""
     if grad is None:
         return [None] * len(node.input_nodes)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 from minipar.autograd.guards import IGNORE_INDEX, check_targets, check_whole_logits
-from minipar.autograd.rules import Gradient, LazyGradient, Result
+from minipar.autograd.rules import Gradient, Gradients, LazyGradient, Result
 from minipar.autograd.tensor import Function, Tensor, operation
 from minipar.backend import Array, setting, xp
 
@@ -21,7 +20,7 @@ GELU_CUBIC = 0.044715
 _flop_counter: ContextVar[Callable[[int], None] | None] = ContextVar("flop_counter", default=None)
 
 
-def flop_counter(count: Callable[[int], None]) -> AbstractContextManager[Any]:
+def flop_counter(count: Callable[[int], None]) -> AbstractContextManager[object]:
     """Call `count` with the operations of each matrix product in the block, attention's too."""
     return setting(_flop_counter, count)
 
@@ -39,20 +38,31 @@ def as_rows(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
+def getter(leaf: Tensor | None, array: Array) -> Callable[[], Array]:
+    """Return a function that returns an input, to be saved in the array's place.
+
+    It is for an input that may be a leaf: ZeRO stage 3 frees a parameter between forward and
+    backward, and gathers it again into another array.
+    """
+    if leaf is None:
+        return lambda: array
+    return lambda: leaf.data
+
+
 class LinearFunction(Function):
     """The node of `linear`."""
 
     def forward(self, x: Array, weight: Array, bias: Array | None, transposed: bool) -> Array:
         self.transposed = transposed
         rows = as_rows(x)  # (N, in)
-        self.save_for_backward(x=rows, weight=self.getter(1, weight))
+        self.save_for_backward(x=rows, weight=getter(self.input_leaves[1], weight))
         matrix = weight.T if transposed else weight  # (in, out)
         y = product(rows, matrix)  # (N, out)
         if bias is not None:
             y += bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
-    def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Any:
+    def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Gradients:
         g = as_rows(grad)  # (N, out)
 
         def compute_dweight(out: Array | None) -> Array:
@@ -124,7 +134,7 @@ class _LayerNorm(Function):
         variance = xp.einsum("...i,...i->...", xhat, xhat)[..., None] / x.shape[-1]  # (..., 1)
         rstd = 1 / xp.sqrt(variance + eps)
         xhat *= rstd
-        self.save_for_backward(xhat=xhat, rstd=rstd, weight=self.getter(1, weight))
+        self.save_for_backward(xhat=xhat, rstd=rstd, weight=getter(self.input_leaves[1], weight))
         y = xhat * weight
         if bias is not None:
             y += bias
@@ -132,7 +142,7 @@ class _LayerNorm(Function):
 
     def backward(
         self, grad: Array, xhat: Array, rstd: Array, weight: Callable[[], Array]
-    ) -> Any:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         # With y = xhat w + b:  dx = rstd (g - mean(g) - xhat mean(g xhat)),  g = grad w,  means
         # over the last dim. RMSNorm has no mean(g), which comes from centering.
         w = weight()
@@ -323,8 +333,8 @@ class CrossEntropyFunction(Function):
         return xp.where(counted, xp.log(total[:, 0]) - correct, 0).sum()
 
     def backward(
-        self, grad: Array, probabilities: Array, rows: Array, targets: Array, counted: Array, one_hot: Any
-    ) -> Any:
+        self, grad: Array, probabilities: Array, rows: Array, targets: Array, counted: Array, one_hot: Array | int
+    ) -> Gradients:
         dlogits = probabilities  # overwritten: nobody else holds it and backward runs once
         dlogits[rows, targets] -= one_hot
         dlogits *= xp.where(counted, grad, 0)[:, None]
@@ -339,6 +349,6 @@ def cross_entropy_sum(logits: Tensor, targets: Array) -> Tensor:
     (flat ones are fine), and for logits that are a rank's part of a split vocabulary.
     """
     if logits.node is not None:
-        check_whole_logits(logits.shape[-1], logits.node.part_of)
+        check_whole_logits(logits.shape[-1], logits.node.all_columns)
     check_targets(targets, logits.shape[:-1], logits.shape[-1])
     return CrossEntropyFunction.apply(logits, targets)

@@ -18,6 +18,20 @@ def check_one_element(shape: tuple[int, ...], size: int) -> None:
         raise ValueError(f"a tensor of shape {shape} has {size} elements, but {remedy}")
 
 
+def check_gradient(gradient: Array | None, shape: tuple[int, ...], size: int) -> None:
+    """Raise ValueError for a misshapen gradient of a tensor, or for none unless it has one element."""
+    if gradient is None and size != 1:
+        raise ValueError(f"backward() without a gradient needs one element, but the shape is {shape}")
+    if gradient is not None and gradient.shape != shape:
+        raise ValueError(f"gradient of shape {gradient.shape} for a tensor of shape {shape}")
+
+
+def check_is_leaf(node: Any) -> None:
+    """Raise ValueError if a node has computed the tensor that gets a hook."""
+    if node is not None:
+        raise ValueError(f"hooks are for leaves: this tensor was computed by {node.operation_name()}")
+
+
 def check_requires_grad(requires_grad: bool) -> None:
     """Raise ValueError unless a tensor has a graph that backward can go through."""
     if not requires_grad:
@@ -55,11 +69,11 @@ def dim_order(shape: tuple[int, ...], dims: tuple[int, ...]) -> list[int]:
     raise ValueError(f"transpose({named}) of shape {shape}: name two dims to swap, or all {count} once, in a new order")
 
 
-def check_whole_logits(columns: int, part_of: int | None) -> None:
-    """Raise UsageError if the logits are a rank's `columns` of `part_of`; None, or as many: they are all."""
-    if part_of is not None and columns != part_of:
+def check_whole_logits(columns: int, all_columns: int | None) -> None:
+    """Raise UsageError if the logits are a rank's `columns` of `all_columns`; None, or as many: they are all."""
+    if all_columns is not None and columns != all_columns:
         remedy = "write mp.vocab_parallel_cross_entropy_sum(logits, targets, layer.group)"
-        raise UsageError(f"the logits are this rank's {columns} of {part_of} columns: {remedy}")
+        raise UsageError(f"the logits are this rank's {columns} of {all_columns} columns: {remedy}")
 
 
 def check_ids(ids: Array, count: int, what: str, where: str = "", ignored: int | None = None) -> None:

@@ -9,7 +9,9 @@ into a `grad_buffer`. No operation knows of this file.
 from collections.abc import Sequence
 from typing import Any
 
-from minipar.autograd.rules import LazyGradient
+from numpy.typing import DTypeLike
+
+from minipar.autograd.rules import Gradients, LazyGradient
 from minipar.backend import Array, xp
 
 
@@ -26,7 +28,7 @@ def forward(node: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Array:
     return output.astype(node.narrow)
 
 
-def backward(node: Any, grad: Array) -> Sequence[Any]:
+def backward(node: Any, grad: Array) -> Sequence[Array | LazyGradient | None]:
     """Run the backward of a Function. Return a gradient or None for each input."""
     if node.narrow is None:
         return as_tuple(node.backward(grad, **node.saved))
@@ -42,19 +44,19 @@ def backward(node: Any, grad: Array) -> Sequence[Any]:
     return rounded
 
 
-def as_tuple(gradients: Any) -> tuple[Any, ...]:
+def as_tuple(gradients: Gradients | Array) -> Gradients:
     """Return what a backward returned as a tuple: a function of one input may return its gradient alone."""
     return gradients if isinstance(gradients, tuple) else (gradients,)
 
 
-def cast_saved(node: Any, dtype: Any, least: int = 0) -> None:
+def cast_saved(node: Any, dtype: DTypeLike, least: int = 0) -> None:
     """Convert the saved arrays that have at least so many elements."""
     for name, value in node.saved.items():
         if isinstance(value, xp.ndarray) and value.size >= least:
             node.saved[name] = cast_floats(value, dtype)
 
 
-def cast_floats(value: Any, dtype: Any) -> Any:
+def cast_floats(value: Any, dtype: DTypeLike) -> Any:
     """Convert an array of float32 or 2-byte floats, or a gradient's recipe; return other values as they are."""
     if isinstance(value, LazyGradient):
         return LazyGradient(lambda out: cast_floats(value.compute(None), dtype))

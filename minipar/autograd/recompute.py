@@ -4,9 +4,9 @@ NB: activation checkpointing; torch.utils.checkpoint.checkpoint.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from minipar.autograd.modes import grad_enabled, no_grad, randomness
+from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, setting
 
@@ -28,7 +28,7 @@ class _Checkpoint(Function):
 
     def backward(
         self, grad: Array, function: Callable[..., Tensor], inputs: Sequence[Array]
-    ) -> tuple[Any, ...]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         needs = self.needs[2:]  # the first two inputs are `function` and `arity`
         tensors = []
         for array, need in zip(inputs, needs, strict=False):

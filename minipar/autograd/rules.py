@@ -35,6 +35,9 @@ class LazyGradient:
     compute: Callable[[Array | None], Array]
 
 
+Gradients = tuple[Array | LazyGradient | None, ...]  # one for each input; None where there is none
+
+
 # ---- elements ------------------------------------------------------------------------------------
 
 

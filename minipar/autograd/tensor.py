@@ -15,9 +15,9 @@ import numpy as np
 
 from minipar.autograd import precision, rules
 from minipar.autograd.backward import Node, node_numbers, run_backward, unbroadcast
-from minipar.autograd.guards import check_one_element, check_requires_grad
+from minipar.autograd.guards import check_gradient, check_is_leaf, check_one_element, check_requires_grad
 from minipar.autograd.modes import grad_enabled
-from minipar.autograd.rules import Dims, Gradient, LazyGradient
+from minipar.autograd.rules import Dims, Gradient, Gradients, LazyGradient
 from minipar.backend import Array, xp
 from minipar.memory import hold
 
@@ -37,10 +37,12 @@ class Function:
     ctx.saved_tensors.
     """
 
+    forward: Callable[..., Array]
+    backward: Callable[..., Gradients | Array]
     number: int
-    part_of: int | None = None  # the whole length of the result's last dim, if this rank has a part
+    all_columns: int | None = None  # the length of the result's last dim on all ranks together
     widens = True  # read by precision.py: False in a function that only moves values
-    narrow: Any = None  # written by precision.py: the inputs' dtype, if it has 2 bytes
+    narrow: np.dtype | None = None  # written by precision.py: the inputs' dtype, if it has 2 bytes
 
     def __init__(self) -> None:
         self.needs: tuple[bool, ...] = ()
@@ -48,12 +50,6 @@ class Function:
         self.input_leaves: tuple[Tensor | None, ...] = ()
         self.saved: dict[str, Any] = {}
         self.freed = False
-
-    def forward(self, *inputs: Any) -> Array:
-        raise TypeError(f"{type(self).__name__} does not define forward")
-
-    def backward(self, *grad: Array, **saved: Any) -> Any:
-        raise TypeError(f"{type(self).__name__} does not define backward")
 
     @classmethod
     def apply(cls, *inputs: Any) -> Tensor:
@@ -63,17 +59,6 @@ class Function:
     def save_for_backward(self, **saved: Any) -> None:
         """Keep these arrays for backward, which gets them under the same names."""
         self.saved = saved
-
-    def getter(self, i: int, array: Array) -> Callable[[], Array]:
-        """Return a function that returns input i, to be saved in the array's place.
-
-        It is for an input that may be a parameter: ZeRO stage 3 frees it between forward and
-        backward and gathers it again in another place.
-        """
-        leaf = self.input_leaves[i]
-        if leaf is None:
-            return lambda: array
-        return lambda: leaf.data
 
     def free(self) -> None:
         """Drop what forward saved. Backward goes through a node once."""
@@ -139,8 +124,8 @@ class Operation(Function):
             self.saved.update(gradient.saved)
         return output
 
-    def backward(self, grad: Array, **saved: Any) -> Any:
-        results: list[Any] = [None] * len(self.needs)
+    def backward(self, grad: Array, **saved: Any) -> Gradients:
+        results: list[Array | None] = [None] * len(self.needs)
         for i, function, names, shape in self.gradients:
             arrays = {name: saved[name] for name in names}
             results[i] = unbroadcast(function(grad, **arrays), shape)
@@ -207,7 +192,7 @@ class Tensor:
         return self.data.size
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.data.dtype
 
     def __repr__(self) -> str:
@@ -239,9 +224,7 @@ class Tensor:
         Returns its remover. NB: PyTorch has the same name; there the hook runs after each
         accumulation.
         """
-        if self.node is not None:
-            name = self.node.operation_name()
-            raise ValueError(f"hooks are for leaves: this tensor was computed by {name}")
+        check_is_leaf(self.node)
         self.hooks.append(hook)
         return functools.partial(self.hooks.remove, hook)
 
@@ -252,14 +235,10 @@ class Tensor:
         saved is freed as the pass goes through it. ValueError for a tensor without a graph, a
         missing or misshapen `gradient`, and a second backward through the same graph.
         """
-        if gradient is None:
-            if self.size != 1:
-                problem = f"needs one element, but the shape is {self.shape}"
-                raise ValueError(f"backward() without a gradient {problem}")
-            gradient = xp.ones_like(self.data)
-        if gradient.shape != self.shape:
-            raise ValueError(f"gradient of shape {gradient.shape} for a tensor of shape {self.shape}")
+        check_gradient(gradient, self.shape, self.size)
         check_requires_grad(self.requires_grad)
+        if gradient is None:
+            gradient = xp.ones_like(self.data)
         if self.node is None:
             self.accumulate(gradient)
         else:

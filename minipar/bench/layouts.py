@@ -36,7 +36,7 @@ from minipar.plan.model import LLAMA, ModelShape
 from minipar.plan.rank_bytes import Memory, memory
 from minipar.plan.step_time import StepTime, step_time
 from minipar.train import config as configurations
-from minipar.train.config import check, parse, resolve, schedule_of
+from minipar.train.config import check_settings, parse, resolve, schedule_of
 from minipar.train.settings import DataConfig, ModelConfig, RunConfig, TrainConfig
 from minipar.train.trainer import Trainer
 
@@ -231,7 +231,7 @@ def configs(model: ModelConfig, global_batch: int, ranks: int) -> list[TrainConf
         if size > ranks:
             continue
         config = replace(parsed, model=model, data=replace(parsed.data, global_batch=global_batch))
-        check(config)
+        check_settings(config)
         stages = schedule_of(config).stages if config.mesh.pp > 1 else 1
         if model.layers < stages:  # raised on every rank; a Trainer would raise it on those of this layout alone
             raise UsageError(f"--layers {model.layers} are fewer than the {stages} stages of the layout {flags}")

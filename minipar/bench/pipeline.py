@@ -21,7 +21,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Durations, Schedule, Slot, Time, Timeline, parse_action, simulate
-from minipar.train.config import check, resolve, schedule_of
+from minipar.train.config import check_settings, resolve, schedule_of
 from minipar.train.data import Tokens
 from minipar.train.settings import DataConfig, MeshConfig, ModelConfig, TrainConfig
 from minipar.train.trainer import Trainer
@@ -55,7 +55,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
             model=ModelConfig(layers, args.hidden, args.heads, args.seq_len, VOCABULARY),
             data=DataConfig(global_batch=args.batch * args.microbatches, microbatches=args.microbatches),
         )
-        check(config)
+        check_settings(config)
         configs[name] = resolve(config, comm.size)
     publish(comm, measure(comm, configs, args.repeat), args.json, hidden=["layers", "hidden", "batch"])
 

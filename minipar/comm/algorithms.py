@@ -43,7 +43,7 @@ def chunks(x: np.ndarray, p: int, bounds: Bounds | None = None) -> list[np.ndarr
 
 
 @lru_cache(maxsize=1024)
-def fold(p: int, rank: int) -> tuple[int, int, int]:
+def virtual_ranks(p: int, rank: int) -> tuple[int, int, int]:
     """Return what `rank` is in an algorithm that needs a power of two: (q, extras, virtual).
 
     q is the largest power of two with q <= p, and extras = p - q. The first 2*extras ranks form
@@ -59,7 +59,7 @@ def fold(p: int, rank: int) -> tuple[int, int, int]:
 
 
 def real_rank(virtual: int, extras: int) -> int:
-    """Return the rank that has this virtual rank after folding: the inverse of `fold`."""
+    """Return the rank that has this virtual rank after folding: the inverse of `virtual_ranks`."""
     return 2 * virtual + 1 if virtual < extras else virtual + extras
 
 
@@ -67,7 +67,7 @@ def real_rank(virtual: int, extras: int) -> int:
 def virtual_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
     """Return (start, stop) for each virtual rank: its rank's chunk, joined with that of a rank folded into it."""
     bounds = chunk_bounds(n, p)
-    _, extras, _ = fold(p, 0)
+    _, extras, _ = virtual_ranks(p, 0)
     pairs = [(bounds[2 * virtual][0], bounds[2 * virtual + 1][1]) for virtual in range(extras)]
     return (*pairs, *bounds[2 * extras :])
 
@@ -99,7 +99,7 @@ def pairwise_all_gather(link: Link, x: np.ndarray) -> Steps:
 
 def gather_by_doubling(link: Link, x: np.ndarray) -> Steps:
     """Gather x among the virtual ranks, in place, by recursive doubling: each step doubles what a pair has."""
-    q, extras, virtual = fold(link.size, link.rank)
+    q, extras, virtual = virtual_ranks(link.size, link.rank)
     bounds = virtual_bounds(x.size, link.size)
     distance = 1
     while virtual >= 0 and distance < q:
@@ -114,7 +114,7 @@ def gather_by_doubling(link: Link, x: np.ndarray) -> Steps:
 
 def unfold(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
     """Return x to the rank that was folded into this one, which waits for it in its `out`."""
-    _, extras, virtual = fold(link.size, link.rank)
+    _, extras, virtual = virtual_ranks(link.size, link.rank)
     if virtual < 0:
         yield (link.irecv(out, link.rank + 1),)
     elif virtual < extras:
@@ -123,7 +123,7 @@ def unfold(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
 
 def recursive_doubling_all_gather(link: Link, x: np.ndarray) -> Steps:
     """Gather as `ring_all_gather` does, in lg p alpha + n(p-1)/p beta when p is a power of two."""
-    _, extras, virtual = fold(link.size, link.rank)
+    _, extras, virtual = virtual_ranks(link.size, link.rank)
     parts = chunks(x, link.size)
     if virtual < 0:
         yield (link.isend(parts[link.rank], link.rank + 1),)
@@ -205,12 +205,12 @@ def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     return chain(ring_reduce_scatter(link, x, own, combine), ring_all_gather(link, x))
 
 
-def _fold(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+def fold(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     """Send x of each rank without a virtual rank to its neighbour, which adds it to its own.
 
     `unfold` is the way back.
     """
-    _, extras, virtual = fold(link.size, link.rank)
+    _, extras, virtual = virtual_ranks(link.size, link.rank)
     if virtual < 0:
         yield (link.isend(x, link.rank + 1),)
     elif virtual < extras:
@@ -225,9 +225,9 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
     lg p (alpha + n beta + n gamma): the fewest steps, for small arrays. Both ranks of a pair add the same two values,
     so all ranks end with the same bits.
     """
-    q, extras, virtual = fold(link.size, link.rank)
+    q, extras, virtual = virtual_ranks(link.size, link.rank)
     if extras:
-        yield from _fold(link, x, combine)
+        yield from fold(link, x, combine)
     received = link.scratch(x.size, x.dtype)
     distance = 1
     while virtual >= 0 and distance < q:
@@ -245,9 +245,9 @@ def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     At distance q/2, q/4, ..., 1 a pair splits the part that it still shares. Each rank sends one
     half and adds up the other. The rest of x has no meaning afterwards.
     """
-    q, extras, virtual = fold(link.size, link.rank)
+    q, extras, virtual = virtual_ranks(link.size, link.rank)
     if extras:
-        yield from _fold(link, x, combine)
+        yield from fold(link, x, combine)
     bounds = virtual_bounds(x.size, link.size)
     first = 0
     last = q  # the virtual ranks whose sum this rank still shares
@@ -284,7 +284,7 @@ def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray,
     total = x.copy()  # halving overwrites its input
     yield from _halve(link, total, combine)
     parts = chunks(total, link.size)
-    _, extras, virtual = fold(link.size, link.rank)
+    _, extras, virtual = virtual_ranks(link.size, link.rank)
     if extras:
         yield from unfold(link, parts[link.rank - 1], out)
     if virtual >= 0:

@@ -131,9 +131,8 @@ class Communicator(Stream):
         as one device does.
         """
         flat = self._flat(x, "all_reduce") if self.size > 1 else NOTHING
-        algorithm = choose("all_reduce", algorithm, flat.nbytes)
         operation = Operation("all_reduce", algorithm, input=flat, output=flat, combine=_combine(op))
-        return self._issue(operation, x, async_op).run(wait=not async_op)
+        return self._issue(operation, x, async_op)
 
     def reduce_scatter(
         self, x: Array, out: Array | None = None, op: str = "sum", algorithm: str = "auto", async_op: bool = False
@@ -146,9 +145,8 @@ class Communicator(Stream):
         """
         flat = self._flat(x, "reduce_scatter")
         out, host = self._output("reduce_scatter", x, out, chunks(flat, self.size)[self.rank].size)
-        algorithm = choose("reduce_scatter", algorithm, flat.nbytes)
         operation = Operation("reduce_scatter", algorithm, input=flat, output=host, combine=_combine(op))
-        return self._issue(operation, out, async_op).run(wait=not async_op)
+        return self._issue(operation, out, async_op)
 
     def all_gather(
         self, chunk: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False
@@ -168,9 +166,8 @@ class Communicator(Stream):
             given = f"{host.size} elements over {self.size} ranks give this rank {own.size}"
             raise CommunicationError(f"{self.label}, all_gather: {given}, but its chunk has {flat.size}")
         own[...] = flat  # NumPy copies nothing where the two are the same memory
-        algorithm = choose("all_gather", algorithm, host.nbytes)
         operation = Operation("all_gather", algorithm, input=host, output=host)
-        return self._issue(operation, out, async_op).run(wait=not async_op)
+        return self._issue(operation, out, async_op)
 
     def all_to_all(
         self, x: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False, counts: Counts = None
@@ -192,9 +189,8 @@ class Communicator(Stream):
             receives = bounds_of(counts[1])
             size = receives[-1][1]
         out, host = self._output("all_to_all", x, out, size)
-        algorithm = choose("all_to_all", algorithm, flat.nbytes)
         operation = Operation("all_to_all", algorithm, input=flat, output=host, sends=sends, receives=receives)
-        return self._issue(operation, out, async_op).run(wait=not async_op)
+        return self._issue(operation, out, async_op)
 
     def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
         """Copy x of `root` to every rank, in place.
@@ -204,14 +200,13 @@ class Communicator(Stream):
         if not 0 <= root < self.size:
             raise ValueError(f"{self.label}, broadcast: root {root} is not one of the {self.size} ranks")
         flat = self._flat(x, "broadcast") if self.size > 1 else NOTHING
-        algorithm = choose("broadcast", algorithm, flat.nbytes)
         operation = Operation("broadcast", algorithm, input=flat, output=flat, root=root)
-        return self._issue(operation, x, async_op).run(wait=not async_op)
+        return self._issue(operation, x, async_op)
 
     def barrier(self, algorithm: str = "auto") -> None:
         """Return when every rank of the group has called. Sent: ceil(lg p) empty messages."""
-        operation = Operation("barrier", choose("barrier", algorithm, 0), input=NOTHING, output=NOTHING)
-        self._issue(operation, None, async_op=False).run(wait=True)
+        operation = Operation("barrier", algorithm, input=NOTHING, output=NOTHING)
+        self._issue(operation, None, async_op=False)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order.
@@ -279,17 +274,21 @@ class Communicator(Stream):
         inside = self.row(list(range(first, first + near)), axis or self.axis)
         return inside, self.row(list(range(local_rank, self.size, near)), self.axis)
 
-    def _issue(self, operation: Operation, result: Array | None, async_op: bool) -> Work:
-        """Put an operation into the queue.
+    def _issue(self, operation: Operation, result: Array | None, async_op: bool) -> Result:
+        """Put an operation into the queue. Return its Work, or wait for it and return its result.
 
-        Its `wait` returns `result`: the output, or the device array for the output's values.
+        Its algorithm may still be "auto". `result` is the output, or the device array for the
+        output's values.
         """
+        operation.algorithm = choose(operation.name, operation.algorithm, operation.input.nbytes)
         work = self._work(operation.name, operation.algorithm, self.next_tag(operation))
         work.begin(steps_of(work.link, operation), result)
         if type(result) is not np.ndarray and operation.output is not NOTHING:
             work.then(partial(_copy_back, operation.output, result))
-        if async_op:
-            self.engine.unwaited[work] = _calling_line()
+        if not async_op:
+            return work.wait()
+        self.engine.unwaited[work] = _calling_line()
+        work.drive(to_end=False)
         return work
 
     def _work(self, name: str, algorithm: str, tag: int, is_message: bool = False) -> Work:
@@ -307,7 +306,7 @@ class Communicator(Stream):
         now = self.clock.now()
         work = Work(self, CountedLink(self, "control", "ring", self.next_tag(CONTROL)))
         work.begin(generator(work.link, *arguments), None)
-        work.run(wait=True)
+        work.wait()
         self.clock.resume(now)
 
     def _flat(self, x: Array, op: str) -> np.ndarray:

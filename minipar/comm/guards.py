@@ -8,7 +8,7 @@ import numpy as np
 from minipar.errors import CommunicationError, UsageError
 
 
-def check_array(label: str, op: str, x: Any) -> None:
+def check_array(label: str, op: str, x: object) -> None:
     """Raise UsageError unless x is an array of values, which a collective can send and change in place."""
     if not isinstance(x, np.ndarray):
         if hasattr(x, "grad"):

@@ -4,9 +4,9 @@ import atexit
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from minipar.backend import prepare_process
+from minipar.backend import Value, prepare_process
 from minipar.comm.communicator import Communicator
 from minipar.comm.ending import abort_with_traceback, end_every_rank
 from minipar.comm.threads import run_local, serial
@@ -19,7 +19,7 @@ from minipar.robust_start.one_line import one_line_errors, print_error
 from minipar.robust_start.start import start_mpi
 
 
-def launch(main: Callable[[Communicator], Any], threads: int | None = None) -> Any:
+def launch(main: Callable[[Communicator], Value], threads: int | None = None) -> Value | list[Value]:
     """Run `main(world)` once per rank: the entry point of a script.
 
     Under `mpirun -n N python script.py` each process is a rank, without mpirun this process is one,
@@ -46,7 +46,7 @@ def launch(main: Callable[[Communicator], Any], threads: int | None = None) -> A
         end_every_rank(comm, error)
 
 
-def _run(main: Callable[[Communicator], Any], before: int, comm: Communicator) -> Any:
+def _run(main: Callable[[Communicator], Value], before: int, comm: Communicator) -> Value:
     """Run a rank, and note a forgotten wrapper.
 
     The process had taken `before` steps without a strategy.
@@ -61,7 +61,7 @@ def _run(main: Callable[[Communicator], Any], before: int, comm: Communicator) -
     return result
 
 
-def _launch_threads(main: Callable[[Communicator], Any], threads: int) -> list[Any]:
+def _launch_threads(main: Callable[[Communicator], Value], threads: int) -> list[Value]:
     """Run the ranks as threads.
 
     The first rank's usage error is one line and exit code 2, as under mpirun.

@@ -12,26 +12,28 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from minipar.comm.operation import USER_TAGS, meaning
 from minipar.comm.transport import Link, Message, Request, has_returned
+from minipar.comm.work import Engine
 from minipar.errors import CommunicationError, print_line
 from minipar.robust_start import mpirun
 
 BYTE = MPI.BYTE
 
-# Waiting: test, and give the core to another rank after each test without success. After so many tests sleep, longer
-# and longer. Sleeping at once makes small rings ten times slower. Testing without a pause, or never sleeping, takes
-# time from the ranks that compute when there are more ranks than cores.
+# Waiting: test, and give the core to another rank after each test without success. After so many
+# tests sleep, longer and longer. Sleeping at once makes small rings ten times slower. Testing
+# without a pause, or never sleeping, takes time from the ranks that compute when there are more
+# ranks than cores.
 YIELD_TESTS = 400
 FIRST_SLEEP = 50e-6  # seconds
 LONGEST_SLEEP = 1e-3
 
-# Tags of notices: I leave; I leave with a usage error; I printed my report, print yours; I have this exception.
+# Tags of notices: I leave; I leave with a usage error; I printed my report, print yours; I have
+# this exception.
 LEFT, FAILED, REPORTED, RAISED = range(4)
 LEFT_SECONDS = 2.0  # after it, the last messages of a rank that has left must have arrived
 REPORT_SECONDS = 2.0  # for the other ranks to print their reports
@@ -85,7 +87,8 @@ class Notices:
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         tags = (LEFT, FAILED, REPORTED, RAISED)
         self.arrived: dict[int, dict[int, int]] = {tag: {} for tag in tags}  # tag -> {rank: value}
-        self._sent: list[Any] = []  # buffers must stay until their messages have left
+        # Buffers must stay until their messages have left.
+        self._sent: list[tuple[np.ndarray, MPI.Request]] = []
 
     def send(self, tag: int, value: int = 0, seconds: float = 0.0) -> bool:
         """Send a notice to every other rank, and wait for theirs.
@@ -124,7 +127,8 @@ class Notices:
         A text is printed at the latest RAISED_SECONDS after its exception, and the caller's abort
         comes that late too: so it ends no rank that had another exception before.
         """
-        digest, deadline = zlib.crc32(text.encode()), time.monotonic() + RAISED_SECONDS
+        digest = zlib.crc32(text.encode())
+        deadline = time.monotonic() + RAISED_SECONDS
         raised = self.arrived[RAISED]
         self.send(RAISED, digest)
         lower = range(self.rank)
@@ -137,7 +141,7 @@ class Notices:
         if same := [str(rank) for rank in range(self.rank + 1, self.size) if raised.get(rank) == digest]:
             sys.stderr.write(f"minipar: the same on rank {', '.join(same)}\n")
 
-    def print_report(self, request: Request, engine: Any) -> None:
+    def print_report(self, request: Request, engine: Engine) -> None:
         """Print what this rank waits for and its last operations. Tell the others, who then do the same."""
         if self.rank in self.arrived[REPORTED]:
             return
@@ -146,7 +150,7 @@ class Notices:
         print_line(f"minipar: {text}")
         self.send(REPORTED, engine.operations)
 
-    def look(self, request: Request, seconds: float, engine: Any) -> None:
+    def look(self, request: Request, seconds: float, engine: Engine) -> None:
         """Print a report if another rank has.
 
         CommunicationError if the rank that has to act for `request` has left.
@@ -157,7 +161,7 @@ class Notices:
         if seconds > LEFT_SECONDS and request.peer in self.arrived[LEFT]:
             raise CommunicationError(f"{request.describe()}: {has_returned(request.peer)}")
 
-    def report(self, request: Request, engine: Any) -> str:
+    def report(self, request: Request, engine: Engine) -> str:
         """Make every rank print what it waits for and its last operations. Say which rank is behind."""
         self.print_report(request, engine)
         self.wait(REPORTED, range(self.size), time.monotonic() + REPORT_SECONDS)

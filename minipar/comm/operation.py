@@ -8,24 +8,11 @@ import numpy as np
 
 USER_TAGS = 1 << 16  # the user's tags are 0..USER_TAGS-1
 
-OPERATION_CODES = {
-    "control": 0,
-    "all_reduce": 1,
-    "reduce_scatter": 2,
-    "all_gather": 3,
-    "all_to_all": 4,
-    "broadcast": 5,
-    "barrier": 6,
-}
-ALGORITHM_CODES = {
-    "ring": 0,
-    "recursive_doubling": 1,
-    "recursive_halving": 2,
-    "ordered": 3,
-    "pairwise": 4,
-    "binomial": 5,
-    "dissemination": 6,
-}
+# The names that a tag has as their indices.
+OPERATIONS = "control all_reduce reduce_scatter all_gather all_to_all broadcast barrier".split()
+ALGORITHM_NAMES = (
+    "ring recursive_doubling recursive_halving ordered pairwise binomial dissemination".split()
+)  # fmt: skip
 COMBINE = {"sum": np.add, "max": np.maximum}
 
 DTYPES: dict[int, str] = {np.dtype(letter).num: np.dtype(letter).name for letter in "?bBhHiIlLqQefdgFDG"}
@@ -47,7 +34,7 @@ class Operation:
     receives: Bounds | None = None  # and those of its output
 
 
-class Call(NamedTuple):
+class TagFields(NamedTuple):
     """The call that a tag describes."""
 
     name: str
@@ -65,20 +52,20 @@ def to_tag(operation: Operation, number: int) -> int:
     tag = tag * 128 + elements % 128
     tag = tag * 32 + operation.input.dtype.num % 32
     tag = tag * 2 + (1 if operation.combine is np.maximum else 0)
-    tag = tag * 8 + ALGORITHM_CODES[operation.algorithm]
-    return tag * 8 + OPERATION_CODES[operation.name]
+    tag = tag * 8 + ALGORITHM_NAMES.index(operation.algorithm)
+    return tag * 8 + OPERATIONS.index(operation.name)
 
 
-def from_tag(tag: int) -> Call:
+def from_tag(tag: int) -> TagFields:
     """Unpack a tag of `to_tag`, from its lowest bits on."""
     tag, name = divmod(tag, 8)
     tag, algorithm = divmod(tag, 8)
     tag, maximum = divmod(tag, 2)
     tag, dtype = divmod(tag, 32)
     tag, elements = divmod(tag, 128)
-    return Call(
-        list(OPERATION_CODES)[name],
-        list(ALGORITHM_CODES)[algorithm],
+    return TagFields(
+        OPERATIONS[name],
+        ALGORITHM_NAMES[algorithm],
         maximum == 1,
         DTYPES.get(dtype, "another dtype"),
         elements,

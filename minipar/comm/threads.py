@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.backend import one_blas_thread
+from minipar.backend import Value, one_blas_thread
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.operation import USER_TAGS
@@ -123,7 +123,8 @@ class ThreadTransport:
         self.rank = rank
         self.name = name
         self.launcher = world.launcher
-        self.ranks, self.size = list(ranks), len(ranks)  # `ranks` are their threads' numbers
+        self.ranks = list(ranks)  # their threads' numbers
+        self.size = len(ranks)
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         me, other = self.ranks[self.rank], self.ranks[dest]
@@ -147,13 +148,13 @@ class ThreadTransport:
 
 def run_local(
     ranks: int,
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., Value],
+    *args: object,
     clock: str | Callable[[], Clock] | None = None,
     network: Network | None = None,
     launcher: str = "run_local",
-    **kwargs: Any,
-) -> list[Any]:
+    **kwargs: object,
+) -> list[Value]:
     """Run `fn(comm, *args, **kwargs)` on `ranks` threads, each with its own Communicator.
 
     Return the ranks' values.

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from minipar.backend import Array
 from minipar.comm.clock import WallClock
 from minipar.comm.transport import Request, Steps
 from minipar.comm.work import CountedLink, Work
@@ -130,20 +131,19 @@ class TimedWork(Work):
         self.called = link.time
         self.asked = link.time  # when the caller last tested or waited
 
-    def begin(self, steps: Steps, result: Any) -> None:
+    def begin(self, steps: Steps, result: Array | None) -> None:
         """Issue the operation. The call itself takes no time."""
         super().begin(self._time_message(steps) if self.is_message else self._time(steps), result)
         self.clock.resume(self.called)
 
-    def run(self, wait: bool) -> Any:
+    def drive(self, to_end: bool) -> None:
         """Run as far as possible, or to the end, before which the rank does not continue."""
         self.asked = self.clock.now()
-        result = super().run(wait)
-        if wait or (self.is_message and self.done):
+        super().drive(to_end)
+        if to_end or (self.is_message and self.done):
             self.clock.resume(max(self.asked, self.link.time))
         else:
             self.clock.resume(self.asked)
-        return result
 
     def call_back(self) -> None:
         """Call what `then` was given at the time of the last message, also on a rank that notices it later."""
@@ -204,13 +204,17 @@ def start_trace(comm: Any) -> None:  # a Communicator, which imports this file
 @contextmanager
 def unseen(comm: Any) -> Iterator[None]:
     """Keep what the block sends, computes and holds out of the trace, the clock, the traffic and the memory ledger."""
-    traced, counts, now = comm.tracer.enabled, comm.traffic.counts, comm.clock.now()
-    comm.tracer.enabled, comm.traffic.counts = False, {}
+    traced = comm.tracer.enabled
+    counts = comm.traffic.counts
+    now = comm.clock.now()
+    comm.tracer.enabled = False
+    comm.traffic.counts = {}
     try:
         with unrecorded():
             yield
     finally:
-        comm.tracer.enabled, comm.traffic.counts = traced, counts
+        comm.tracer.enabled = traced
+        comm.traffic.counts = counts
         comm.clock.resume(now)
 
 
@@ -227,7 +231,7 @@ def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     error = None
     if gathered is not None:
         events = [event for data in gathered for event in json.loads(data)]
-        about: dict[str, Any] = {"clock": comm.clock.name}
+        about: dict[str, object] = {"clock": comm.clock.name}
         if mesh is not None:
             about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
         try:

@@ -1,6 +1,6 @@
 """Traffic: the messages and bytes that a rank sends, counted, and the closed forms that the tests compare with ==."""
 
-from minipar.comm.algorithms import chunk_bounds, fold, virtual_bounds
+from minipar.comm.algorithms import chunk_bounds, virtual_bounds, virtual_ranks
 
 
 class Traffic:
@@ -29,7 +29,8 @@ class Traffic:
         self.counts = {}
 
 
-# Closed forms for n elements over p ranks. `algorithms.fold` says which ranks rest in those for a power of two.
+# Closed forms for n elements over p ranks. `algorithms.virtual_ranks` says which ranks rest in those
+# for a power of two.
 
 
 def wire_bytes(op: str, algorithm: str, n: int, itemsize: int, p: int, rank: int, root: int = 0) -> int:
@@ -74,7 +75,7 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
         case "barrier", "dissemination":
             return (p - 1).bit_length(), 0
 
-    q, extras, virtual = fold(p, rank)
+    q, extras, virtual = virtual_ranks(p, rank)
     sizes = [stop - start for start, stop in virtual_bounds(n, p)]
     gathered = 0  # elements: in each round a rank sends the aligned block around its own
     for distance in _powers(q):

@@ -1,4 +1,4 @@
-"""Operations under way: every collective and every message, blocking or asynchronous, is driven by `Work.run`.
+"""Operations under way: every collective and every message, blocking or asynchronous, is driven by `Work.drive`.
 
 Operations on one communicator run in the order in which they were issued (NB: as on an NCCL
 stream). A rank that waits advances the operations of all its communicators, so ranks may issue to
@@ -13,10 +13,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
+from minipar.backend import Array
 from minipar.comm.clock import CLOCKS, Clock, Network, Tracer, WallClock
 from minipar.comm.operation import Operation, to_tag
 from minipar.comm.traffic import Traffic
@@ -48,7 +48,7 @@ class Engine:
         self.unwaited: dict[Work, str] = {}  # asynchronous operations, and the line of the program that issued each
         self.timeout = wait_timeout()
 
-    def wait(self, work: "Work", request: Request) -> None:
+    def wait_for_message(self, work: "Work", request: Request) -> None:
         """Wait until `work` has the message that it misses, and advance all operations.
 
         CommunicationError if its rank left, or after the timeout.
@@ -70,7 +70,7 @@ class Engine:
                 if seconds > self.timeout:
                     text = f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)"
                     raise CommunicationError(text + (notices.report(request, self) if notices is not None else ""))
-            Work.run(work, wait=False)
+            Work.drive(work, to_end=False)
 
     @contextmanager
     def patient(self) -> Iterator[None]:
@@ -91,9 +91,10 @@ class Engine:
         """Advance all streams as far as possible, without waiting."""
         for stream in tuple(self.streams):
             if stream.queue:  # a callback of another stream's operation may have emptied it
-                # This runs all of the queue, the oldest first. It is Work's `run` and not TimedWork's,
-                # because the caller has not asked for this operation, and waiting takes no CPU time.
-                Work.run(stream.queue[-1], wait=False)
+                # This runs all of the queue, the oldest first. It is Work's `drive` and not
+                # TimedWork's, because the caller has not asked for this operation, and waiting takes
+                # no CPU time.
+                Work.drive(stream.queue[-1], to_end=False)
 
 
 def wait_timeout() -> float:
@@ -140,7 +141,8 @@ class Stream:
         self.label = f"rank {self.ranks[self.rank]}{axis_rank}"  # in error messages
         self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
         self._scratch = np.empty(0, np.uint8)
-        # The arrays that `scratch` has returned, by size and dtype: to find one takes less time than to make it.
+        # The arrays that `scratch` has returned, by size and dtype: to find one takes less time
+        # than to make it.
         self._scratch_views: dict[tuple[int, np.dtype], np.ndarray] = {}
 
     def next_tag(self, operation: Operation) -> int:
@@ -214,8 +216,8 @@ class Work:
         self.error: BaseException | None = None  # what has ended the operation early
         self._callbacks: list[Callable[[], object]] = []
 
-    def begin(self, steps: Steps, result: Any) -> None:
-        """Put a collective into the queue; `run` posts its messages. (A user's message is posted already.)"""
+    def begin(self, steps: Steps, result: Array | None) -> None:
+        """Put a collective into the queue; `drive` posts its messages. (A user's message is posted already.)"""
         self.requests = chain.from_iterable(steps)
         self._result = result
         if self.is_message:
@@ -225,11 +227,11 @@ class Work:
         stream.queue.append(self)
         stream.engine.streams[stream] = None
 
-    def run(self, wait: bool) -> Any:
-        """Run the operations of the stream, the oldest first, until this one is finished, and return its result.
+    def drive(self, to_end: bool) -> None:
+        """Run the operations of the stream, the oldest first, as far as messages have arrived.
 
-        Without `wait`, run only as far as messages have arrived, and return this Work. An error is
-        raised to whoever runs the operation, and again to its own caller.
+        With `to_end`, run them until this one is finished. An error is raised to whoever runs the
+        operation, and again to its own caller.
         """
         if self.error is not None:
             raise self.error
@@ -248,10 +250,9 @@ class Work:
                 work.fail(error)
                 raise
             if work.missing is not None:
-                if not wait:
-                    return self
-                self.stream.engine.wait(work, work.missing)
-        return self._result if wait else self
+                if not to_end:
+                    return
+                self.stream.engine.wait_for_message(work, work.missing)
 
     def finish(self) -> None:
         """Leave the queue; the next operation begins."""
@@ -287,16 +288,16 @@ class Work:
 
     def test(self) -> bool:
         """Advance the operation if possible, and return True once it is finished."""
-        self.run(wait=False)
+        self.drive(to_end=False)
         if self.done:
             self.stream.engine.unwaited.pop(self, None)
         return self.done
 
-    def wait(self) -> Any:
+    def wait(self) -> Array:
         """Wait until the operation is finished.
 
         Return its result: the array, None for a message that was sent.
         """
-        self.run(wait=True)
+        self.drive(to_end=True)
         self.stream.engine.unwaited.pop(self, None)
         return self._result

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from minipar.compare.causes import CLIPPED, MEANS, OTHER, Difference, Sizes, causes, describe, part_of
+from minipar.compare.causes import CLIPPED, MEANS, OTHER, Difference, Sizes, causes, describe, name_strips
 from minipar.record import strips
 
 NEARLY_PARALLEL = 0.8  # the cosine of two gradients that are sums of the same parts, with other weights
@@ -101,7 +101,7 @@ class StepComparison:
         for dim, count in enumerate(strips(self.shapes[name])):
             along = [bool(each) for each in bad[start : start + count]]
             if any(along) and not all(along):
-                return part_of(along, dim, self.sizes.get("tp", ()))
+                return name_strips(along, dim, self.sizes.get("tp", ()))
             start += count
         return ""
 
@@ -249,7 +249,7 @@ class StepComparison:
                 factors.append(self.factor(a[:, strip], b[:, strip]))
             wrong = [r for r in factors if r is not None and r != 1]
             if wrong and None not in factors and np.allclose(wrong, wrong[0], rtol=1e-3):
-                return wrong[0], part_of([r != 1 for r in factors], dim, self.sizes.get("tp", ()))
+                return wrong[0], name_strips([r != 1 for r in factors], dim, self.sizes.get("tp", ()))
             start += count
         return None, ""
 

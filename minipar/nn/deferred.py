@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.backend import Array, xp
 
 
-def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
+def placeholder(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Return a read-only NaN of this shape, in one element's memory.
 
     It is a parameter's data while the values are not on this rank.

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.autograd import Tensor, grad_enabled
 from minipar.backend import Array
@@ -28,7 +29,7 @@ def check_made_outside(name: str) -> None:
         raise UsageError(f"{why}, which does not train it: make all layers in __init__")
 
 
-def float_dtype(model: str, dtype: Any) -> str:
+def float_dtype(model: str, dtype: DTypeLike) -> str:
     """Return NumPy's name of a model's dtype, which may be one of DTYPES. UsageError unless it is one of these."""
     given = str(getattr(dtype, "__name__", dtype))  # np.float32 has a name, too
     name = DTYPES.get(given, given)
@@ -37,13 +38,13 @@ def float_dtype(model: str, dtype: Any) -> str:
     return name
 
 
-def check_probability(p: Any) -> None:
+def check_probability(p: object) -> None:
     """Raise UsageError unless elements can be dropped with probability `p`."""
     if not isinstance(p, Real) or not 0 <= float(p) < 1:
         raise UsageError(f"dropout = {p!r}: expected a probability from 0 on and below 1")
 
 
-def check_size(name: str, value: Any) -> None:
+def check_size(name: str, value: object) -> None:
     """Raise UsageError unless a model's size is an integer, and ValueError unless it is at least 1."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise UsageError(f"{name} = {value!r}: expected an integer")
@@ -51,7 +52,7 @@ def check_size(name: str, value: Any) -> None:
         raise ValueError(f"{name} = {value}, expected at least 1")
 
 
-def check_config(model: str, expected: Any, config: Any) -> None:
+def check_config(model: str, expected: Any, config: object) -> None:
     """Raise UsageError unless a model is made from its own kind of config."""
     if getattr(config, "model_type", None) != expected.model_type:
         given = type(config).__name__
@@ -61,7 +62,7 @@ def check_config(model: str, expected: Any, config: Any) -> None:
         raise UsageError(f"{model} of a {given}: {remedy}")
 
 
-def array_of(what: str, value: Any) -> Array:
+def array_of(what: str, value: object) -> Array:
     """Return the array of a batch, read from a tensor of torch if it is one. UsageError for a list or a Tensor."""
     if isinstance(value, Tensor):
         raise UsageError(f"{what} are a Tensor: give its array, {what}.data")

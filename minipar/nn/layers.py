@@ -11,9 +11,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.autograd import Tensor, check_ids, dropout, embedding, layer_norm, linear, randomness, rms_norm
 from minipar.backend import Array, from_host, setting, xp
@@ -69,7 +70,7 @@ def constant(value: float, size: int, dtype: str, deferred: bool) -> Parameter:
     return Parameter(placeholder((size,), dtype), make, deferred)
 
 
-def as_tensor(x: Tensor | Array, dtype: Any) -> Tensor:
+def as_tensor(x: Tensor | Array, dtype: DTypeLike) -> Tensor:
     """Return x if it is a Tensor, else a Tensor of the array x in this dtype."""
     if isinstance(x, Tensor):
         return x

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minipar.autograd import IGNORE_INDEX, Tensor
-from minipar.backend import from_host, to_host
+from minipar.backend import Array, from_host, to_host
 from minipar.nn.guards import array_of, check_state, listed, refuse_set
 from minipar.nn.parameter import Parameter, check_holds_values, owners_of, zero_grad
 
@@ -30,7 +30,7 @@ class Module:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{type(self).__name__} does not define forward")
 
-    def loss_sum(self, x: Any, y: Any) -> Tensor:
+    def loss_sum(self, x: Array, y: Array) -> Tensor:
         """Return the loss of inputs x and targets y, summed over the targets.
 
         Each model defines its own.
@@ -39,7 +39,7 @@ class Module:
         problem = f"{type(self).__name__} does not define loss_sum(x, y): {why}"
         raise TypeError(f"{problem}, so a model defines the summed loss")
 
-    def target_count(self, y: Any) -> int:
+    def target_count(self, y: Array) -> int:
         """Return the number of targets that `loss_sum` adds up.
 
         They are all elements of y, but for IGNORE_INDEX among integers.
@@ -48,7 +48,7 @@ class Module:
             return int((y != IGNORE_INDEX).sum())
         return int(y.size)
 
-    def loss(self, x: Any, y: Any) -> Tensor:
+    def loss(self, x: Array, y: Array) -> Tensor:
         """Return the mean loss over the targets that count."""
         y = array_of("targets", y)
         mean = self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))

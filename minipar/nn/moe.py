@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from minipar.autograd import Function, Tensor, concatenate, embedding, swiglu
+from minipar.autograd.rules import Gradients
 from minipar.backend import Array, from_host, to_host, xp
 from minipar.nn.llama import Attention, Llama, LlamaConfig, norm_of, projection
 from minipar.nn.module import Module
@@ -93,7 +94,7 @@ class Balance(Function):
             self.save_for_backward(loads=loads)
         return probabilities
 
-    def backward(self, grad: Array, loads: np.ndarray) -> Any:
+    def backward(self, grad: Array, loads: np.ndarray) -> Gradients:
         layer = self.layer
         layer.count(loads, tokens=len(grad))
         if layer.aux_loss:
@@ -131,7 +132,7 @@ class Rows:
 
     tokens: Array  # (M,): the token in each row
     counts: np.ndarray  # (E,): the rows of each expert
-    places: Array  # (N, k): the row of each assignment
+    row_of: Array  # (N, k): the row of each assignment
     is_kept: Array  # (N, k): 0 where an expert's capacity leaves no row for it, else 1
 
 
@@ -143,8 +144,8 @@ def rows_by_expert(indices: Array, experts: int) -> Rows:
     chosen = indices.reshape(-1)  # (N k,)
     order = xp.argsort(chosen, kind="stable")  # the assignment in each row
     counts = to_host(xp.bincount(chosen, minlength=experts))
-    places = xp.argsort(order).reshape(indices.shape)
-    return Rows(tokens=order // indices.shape[1], counts=counts, places=places, is_kept=xp.ones_like(indices))
+    row_of = xp.argsort(order).reshape(indices.shape)
+    return Rows(tokens=order // indices.shape[1], counts=counts, row_of=row_of, is_kept=xp.ones_like(indices))
 
 
 def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
@@ -165,12 +166,12 @@ def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
     row = (expert * capacity + number)[fits]
     tokens = xp.zeros(experts * capacity, dtype=int)
     tokens[row] = kept % n
-    places = xp.zeros(n * k, dtype=int)
-    places[kept] = row
+    row_of = xp.zeros(n * k, dtype=int)
+    row_of[kept] = row
     is_kept = xp.zeros(n * k, dtype=int)
     is_kept[kept] = 1
     return Rows(
-        tokens=tokens, counts=np.full(experts, capacity), places=places.reshape(k, n).T, is_kept=is_kept.reshape(k, n).T
+        tokens=tokens, counts=np.full(experts, capacity), row_of=row_of.reshape(k, n).T, is_kept=is_kept.reshape(k, n).T
     )
 
 
@@ -256,7 +257,7 @@ class MoE(Module):
             weights = weights * rows.is_kept.astype(weights.dtype)
         # The rows (M, h) have no name here, so that they are freed when the experts have run.
         results = self.run_experts(embedding(x, rows.tokens), rows.counts)  # (M, h)
-        by_token = embedding(results, rows.places)  # (N, k, h)
+        by_token = embedding(results, rows.row_of)  # (N, k, h)
         return (by_token * weights.reshape(n, k, 1)).sum(1)
 
     def run_experts(self, xs: Tensor, counts: np.ndarray) -> Tensor:

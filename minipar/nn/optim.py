@@ -45,9 +45,9 @@ class Optimizer:
         check_names(self.parameters)
         self.steps = 0  # taken so far
         for owner in owners_of(self.parameters):
-            owner.check(self.parameters)
+            owner.check_optimizer(self.parameters)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; `optimizer.lr = x` is how a schedule acts.
 
         UsageError for a value that cannot be meant.
@@ -73,7 +73,7 @@ class Optimizer:
         owners = owners_of(self.parameters)
         for owner in owners:
             # Again, as a strategy may have been applied since the optimizer was made.
-            owner.check(self.parameters)
+            owner.check_optimizer(self.parameters)
             owner.before_step(self, self.parameters)
         for parameter in self.parameters:
             parameter.fold_tied_gradients()

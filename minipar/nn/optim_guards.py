@@ -22,7 +22,7 @@ def check_setting(name: str, value: Any) -> None:
             raise UsageError(f"optimizer: betas = {value!r}: expected two numbers from 0 on and below 1")
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Return whether a value is one finite real number."""
     return isinstance(value, Real) and isfinite(value)
 
@@ -32,7 +32,7 @@ def refuse_groups() -> NoReturn:
     raise AttributeError("an optimizer has one group and no param_groups: set optimizer.lr = ...")
 
 
-def list_of(parameters: Any) -> list[Any]:
+def list_of(parameters: object) -> list[Any]:
     """Return what an optimizer is given as a list. UsageError for a model, a wrapper or one parameter."""
     if isinstance(parameters, Iterable):
         return list(parameters)
@@ -40,7 +40,7 @@ def list_of(parameters: Any) -> list[Any]:
     raise UsageError(f"optimizer over a {type(parameters).__name__}: expected parameters; {remedy}")
 
 
-def check_parameters(parameters: Sequence[Any]) -> None:
+def check_parameters(parameters: Sequence[object]) -> None:
     """Raise UsageError unless these are Parameters, one at least and each once."""
     if not parameters:
         remedy = "give model.parameters(); a generator is empty once it was read"
@@ -60,7 +60,7 @@ def check_parameters(parameters: Sequence[Any]) -> None:
         raise UsageError(f"optimizer over {len(parameters)} parameters, {twice} of which repeat others: {remedy}")
 
 
-def check_max_norm(max_norm: Any) -> None:
+def check_max_norm(max_norm: object) -> None:
     """Raise UsageError unless gradients can be scaled down to this norm: a negative one would turn them around."""
     if max_norm is not None and not (isinstance(max_norm, Real) and float(max_norm) > 0):  # a NaN is not larger than 0
         remedy = "expected a number larger than 0, or None for the norm alone"

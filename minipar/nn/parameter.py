@@ -89,7 +89,7 @@ class Owner:
     holds_values = True  # False if it holds only a shard of the values
     wrapper = ""  # the name of the data-parallel strategy that has wrapped the model, if it is one's
 
-    def check(self, parameters: Sequence[Parameter]) -> None:
+    def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if an optimizer must not hold one of these parameters."""
 
     def before_step(self, optimizer: Updating, parameters: Sequence[Parameter]) -> None:

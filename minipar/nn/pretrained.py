@@ -22,7 +22,11 @@ from minipar.nn.llama import LlamaConfig
 from minipar.nn.moe import MixtralConfig
 from minipar.nn.transformer import LanguageModel, TransformerConfig
 
-CONFIGS: dict[str, Any] = {"gpt2": GPTConfig, "llama": LlamaConfig, "mixtral": MixtralConfig}  # by model_type
+CONFIGS: dict[str, type[GPTConfig | LlamaConfig]] = {  # by model_type
+    "gpt2": GPTConfig,
+    "llama": LlamaConfig,
+    "mixtral": MixtralConfig,
+}
 PREFIX = "transformer."  # begins each name in GPT2LMHeadModel's files; GPT2Model's files have none
 HEAD = "lm_head.weight"  # the token embedding once more, in some files
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # not parameters, in files of old versions
@@ -33,7 +37,7 @@ LONGEST_HEADER = 2**24  # bytes; a header has about 100 for each tensor
 _DROPOUT = ("embd_pdrop", "attn_pdrop", "resid_pdrop")  # without these keys transformers assumes 0.1
 # With other values of these settings the model would be another function than the one implemented
 # here.
-_REQUIRED_SETTINGS: dict[str, dict[str, Any]] = {
+_REQUIRED_SETTINGS: dict[str, dict[str, object]] = {
     "gpt2": {
         "activation_function": "gelu_new",
         "scale_attn_weights": True,

@@ -236,7 +236,7 @@ class LanguageModel(Module):
         return self.project(norm(x), self.head_weight)
 
     def forward(self, tokens: Array) -> Tensor:
-        x: Any = array_of("tokens", tokens)
+        x: Array | Tensor = array_of("tokens", tokens)
         check_tokens(x)
         for segment in self.segments:
             x = segment.run(x)

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.autograd import Tensor
 from minipar.autograd.attention import BlockwiseAttention, attend, attend_backward, empty_heads, merge
@@ -48,7 +49,7 @@ REMEDY = "method='ulysses' or dropout=0"
 # ---- what a rank computes with one block ---------------------------------------------------------
 
 
-def make_block(k: Array, v: Array, dtype: Any) -> Array:
+def make_block(k: Array, v: Array, dtype: DTypeLike | None) -> Array:
     """Copy keys and values into one array that can travel: (2, B, n, 1, T/c, d)."""
     block = xp.stack([k, v], dtype=dtype)
     return xp.ascontiguousarray(block)
@@ -119,7 +120,9 @@ class RingAttention:
     keeps the dtype that they have.
     """
 
-    def __init__(self, context: ContextParallel, dtype: Any = None, reduce_dtype: Any = None) -> None:
+    def __init__(
+        self, context: ContextParallel, dtype: DTypeLike | None = None, reduce_dtype: DTypeLike | None = None
+    ) -> None:
         self.context = context
         self.comm = context.comm
         self.dtype = dtype
@@ -215,7 +218,11 @@ class AllGatherAttention:
     """
 
     def __init__(
-        self, context: ContextParallel, reduction: str = "ring", dtype: Any = None, reduce_dtype: Any = None
+        self,
+        context: ContextParallel,
+        reduction: str = "ring",
+        dtype: DTypeLike | None = None,
+        reduce_dtype: DTypeLike | None = None,
     ) -> None:
         self.context = context
         self.comm = context.comm
@@ -293,7 +300,7 @@ def context_parallel(
     method: str = "ring",
     order: str = "zigzag",
     reduction: str = "ring",
-    reduce_dtype: Any = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> ContextParallel:  # fmt: skip
     """Let `model` work on this rank's tokens of each sample, in place.
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
@@ -32,7 +33,7 @@ class NaiveDataParallel:
     def __init__(self, model: Module, comm: Communicator, algorithm: str = "ring") -> None:
         self.model, self.comm, self.algorithm = model, comm, algorithm
 
-    def loss(self, x: Any, y: Any) -> Tensor:
+    def loss(self, x: Array, y: Array) -> Tensor:
         """Return the mean loss over the targets of all ranks; backward leaves its gradient in each `p.grad`."""
         return global_mean_loss(self.model, self.comm, x, y, self.model.zero_grad, self.sum_gradients)
 
@@ -73,7 +74,7 @@ class DistributedDataParallel:
         groups: Sequence[Group] | None = None,
         bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
-        gradient_dtype: Any = None, reduce_dtype: Any = None,
+        gradient_dtype: DTypeLike | None = None, reduce_dtype: DTypeLike | None = None,
     ) -> None:  # fmt: skip
         check_wrapping(model, comm, algorithm)
         self.model, self.comm = model, comm
@@ -94,14 +95,14 @@ class DistributedDataParallel:
         self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
         self.works: list[Pending] = []  # the all-reduces under way
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Array) -> Tensor:
         return self.model(*inputs)
 
     def parameters(self) -> list[Parameter]:
         """Return what this rank's optimizer must receive: all parameters, in the model's order."""
         return [p for bucket in reversed(self.buckets) for p in bucket.parameters]
 
-    def loss(self, x: Any, y: Any) -> Tensor:
+    def loss(self, x: Array, y: Array) -> Tensor:
         """Return the mean loss over the targets of all ranks. All ranks call it; see loss.py."""
         self.guard.before_loss(x, y)
         return global_mean_loss(self.model, self.comm, x, y, self.guard.before_backward, self.after_backward)

@@ -54,19 +54,19 @@ class ExpertParallel(Owner):
         """
         self.check_ranks(comm)
         self.has_groups = True
-        return self.split(groups_over(comm, by_unit(self.model) if units is None else units))
+        return self.regroup(groups_over(comm, by_unit(self.model) if units is None else units))
 
-    def split(self, groups: Sequence[Group]) -> list[Group]:
+    def regroup(self, groups: Sequence[Group]) -> list[Group]:
         """Cut the experts out of these groups, into groups of their own."""
-        split: list[Group] = []
+        regrouped: list[Group] = []
         for group in groups:
             experts = [p for p in group.parameters if p in self.experts]
             others = [p for p in group.parameters if p not in self.experts]
             if others:
-                split.append(Group(others, group.comm, group.unit))
+                regrouped.append(Group(others, group.comm, group.unit))
             if experts:
-                split.append(Group(experts, self.replicas, group.unit))
-        return split
+                regrouped.append(Group(experts, self.replicas, group.unit))
+        return regrouped
 
     def check_ranks(self, comm: Communicator) -> None:
         """Raise UsageError unless `comm` has all ranks that share the experts, and their replicas."""
@@ -77,7 +77,7 @@ class ExpertParallel(Owner):
             remedy = "wrap it over mesh.dp_cp, which has them all"
             raise UsageError(f"a wrapper over ranks {comm.ranks} of a model of shared experts: {ranks}; {remedy}")
 
-    def check(self, parameters: Sequence[Parameter]) -> None:
+    def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if nobody sums the experts' gradients."""
         if not self.has_groups:
             remedy = "wrap the model first: mp.shard(model, mesh.dp_cp, stage, groups=experts.groups(mesh.dp_cp))"

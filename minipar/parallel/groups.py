@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from numpy.typing import DTypeLike
 
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
@@ -77,8 +78,9 @@ def number_units(groups: Sequence[Group]) -> None:
 
 
 def prepare(
-    model: Module, comm: Communicator, groups: Sequence[Group], before_reduce: object, dtype: Any, replicas: int = 1
-) -> Any:
+    model: Module, comm: Communicator, groups: Sequence[Group], before_reduce: object,
+    dtype: DTypeLike | None, replicas: int = 1,
+) -> DTypeLike:  # fmt: skip
     """Place the parameters in their units; return the gradients' dtype, float32 at least.
 
     UsageError or ValueError for groups that cannot be summed together (guards.py).

@@ -230,7 +230,7 @@ def check_freed(parameters: Sequence[Parameter]) -> None:
             raise UsageError(f"{what}: call model.load_state_dict(state) before mp.shard")
 
 
-def note_same_batch(comm: Communicator, x: Any, y: Any) -> None:
+def note_same_batch(comm: Communicator, x: Array, y: Array) -> None:
     """Print a note if two ranks of `comm` were given the same batch: a script may mean it.
 
     Sends a checksum as control data. Batches that are no arrays are not compared.

@@ -9,7 +9,9 @@ A strategy sums the gradients of a bucket by one call of the bucket's GradientCo
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
+
+from numpy.typing import DTypeLike
 
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
@@ -21,7 +23,7 @@ from minipar.nn.parameter import Parameter
 class Pending(Protocol):
     """An operation that has started: a Work, or one of the classes below that wrap a Work."""
 
-    def wait(self) -> Any:
+    def wait(self) -> Array:
         """Wait until the result is there."""
 
 
@@ -31,13 +33,13 @@ class GradientComm(Protocol):
     rank: int
     size: int
 
-    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Any:
+    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Array:
         """Sum x over the ranks, in place."""
 
-    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
         """Sum x over the ranks, and write this rank's chunk of the sum into `out`."""
 
-    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
         """Gather the chunks of all ranks into `out`."""
 
 
@@ -55,16 +57,16 @@ class HybridComm:
         self.rank = self.inside.rank
         self.size = self.inside.size
 
-    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Any:
+    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Array:
         """Sum x over the ranks of this replica alone: the other replicas hold the same chunks."""
         return self.inside.all_reduce(x, algorithm=algorithm, async_op=async_op)
 
-    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
         """Reduce-scatter x inside, then all-reduce `out` across. `async_op` must be True: this does not wait."""
         first = self.inside.reduce_scatter(x, out=out, algorithm=algorithm, async_op=True)
         return _TwoSums(first, self.across, out, algorithm)
 
-    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
         """Gather the chunks of this replica into `out`."""
         return self.inside.all_gather(chunk, out=out, algorithm=algorithm, async_op=async_op)
 
@@ -81,7 +83,7 @@ class _TwoSums:
     def _start_second(self) -> None:
         self.second = self.start()
 
-    def wait(self) -> Any:
+    def wait(self) -> Array:
         self.first.wait()
         assert self.second is not None, "the end of the first sum starts the second one"
         return self.second.wait()
@@ -90,20 +92,20 @@ class _TwoSums:
 class CastingComm:
     """The ranks of `comm`, over which gradients travel and are summed in `dtype`."""
 
-    def __init__(self, comm: GradientComm, dtype: Any) -> None:
+    def __init__(self, comm: GradientComm, dtype: DTypeLike) -> None:
         self.comm = comm
         self.dtype = dtype
         self.rank = comm.rank
         self.size = comm.size
 
-    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Any:
+    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Array:
         """Sum x over the ranks, in place. `async_op` must be True: this does not wait."""
         wire = x.astype(self.dtype)
         hold("gradients", wire)  # this copy of all gradients lives until they are summed
         work = self.comm.all_reduce(wire, algorithm=algorithm, async_op=True)
         return _CastBack(work, wire, x)
 
-    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
         """Write this rank's chunk of the sum into `out`. `async_op` must be True: this does not wait."""
         wire = x.astype(self.dtype)
         chunk = xp.empty(out.shape, dtype=self.dtype)
@@ -111,7 +113,7 @@ class CastingComm:
         work = self.comm.reduce_scatter(wire, out=chunk, algorithm=algorithm, async_op=True)
         return _CastBack(work, chunk, out)
 
-    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
         """Gather parameters, which keep their dtype."""
         return self.comm.all_gather(chunk, out=out, algorithm=algorithm, async_op=async_op)
 
@@ -124,13 +126,13 @@ class _CastBack:
         self.wire = wire
         self.target = target
 
-    def wait(self) -> Any:
+    def wait(self) -> Array:
         self.work.wait()
         self.target[...] = self.wire
         return self.target
 
 
-def in_dtype(comm: GradientComm, dtype: Any, gradient_dtype: Any) -> GradientComm:
+def in_dtype(comm: GradientComm, dtype: DTypeLike | None, gradient_dtype: DTypeLike) -> GradientComm:
     """Return a communicator that sums gradients in `dtype`; None means their own, `gradient_dtype`."""
     if dtype is None or xp.dtype(dtype) == xp.dtype(gradient_dtype):
         return comm

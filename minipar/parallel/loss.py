@@ -1,7 +1,6 @@
 """The loss of data parallelism: the mean over the targets of all ranks."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ def global_mean(comm: Communicator, loss_sum: float, count: int) -> tuple[float,
 
 
 def global_mean_loss(
-    model: Module, comm: Communicator, x: Any, y: Any,
+    model: Module, comm: Communicator, x: Array, y: Array,
     before_backward: Callable[[], None], after_backward: Callable[[], None],
 ) -> Tensor:  # fmt: skip
     """Return the mean loss over the targets of all ranks, on every rank; all ranks call it.

@@ -5,7 +5,9 @@ NB: torchtitan has such a function for each kind of model, for example `parallel
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from numpy.typing import DTypeLike
 
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
@@ -55,8 +57,8 @@ def parallelize(
     schedule: Schedule | None = None,
     length: int = 0,
     segments_as_units: bool = False,
-    gradient_dtype: Any = None,
-    reduce_dtype: Any = None,
+    gradient_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> Parallelized:
     """Apply context, tensor, expert, pipeline and data parallelism to a model, in place.
 
@@ -121,8 +123,8 @@ def shard(
     segment_lists: Sequence[Sequence[Segment]] | None = None,
     replicas: int = 1,
     before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
-    gradient_dtype: Any = None,
-    reduce_dtype: Any = None,
+    gradient_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> DataParallel:
     """Wrap `model` over `comm` at ZeRO stage 0 (data parallelism) to 3 (fully sharded).
 
@@ -191,8 +193,8 @@ def fully_shard(
     segment_lists: Sequence[Sequence[Segment]] | None = None,
     replicas: int = 1,
     before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
-    gradient_dtype: Any = None,
-    reduce_dtype: Any = None,
+    gradient_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> FullyShardedDataParallel:
     """Wrap `model` at ZeRO stage 3. With `replicas=2`, each half of the ranks holds all shards.
 

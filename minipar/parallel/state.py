@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
@@ -95,7 +96,7 @@ def local_part(placement: TensorPlacement, whole: Array, elements: range) -> Arr
     return part.reshape(-1)[elements.start : elements.stop]
 
 
-def join(shape: tuple[int, ...], dtype: Any, pieces: Iterable[tuple[Piece, Array]]) -> Array:
+def join(shape: tuple[int, ...], dtype: DTypeLike, pieces: Iterable[tuple[Piece, Array]]) -> Array:
     """Put a serial array of `shape` together from all its pieces and the elements of each."""
     parts: dict[int, np.ndarray] = {}  # by tensor-parallel rank
     shard: Shard | None = None

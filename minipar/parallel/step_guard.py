@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -81,7 +81,7 @@ class Guard(Owner):
 
     # ---- what the strategy says
 
-    def before_loss(self, x: Any, y: Any) -> None:
+    def before_loss(self, x: Array, y: Array) -> None:
         """Compare the ranks' parameters before the first loss, and before losses 2, 3, 5, 9, ... that follow a step.
 
         ValueError, on every rank, if they differ. Prints a note if two ranks train on the same
@@ -167,7 +167,7 @@ class Guard(Owner):
             )
         self.state = "local"
 
-    def check(self, parameters: Sequence[Parameter]) -> None:
+    def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if an optimizer holds parameters of the model that the strategy does not give it."""
         for p in parameters:
             if self in p.owners and p not in self.given:
@@ -254,9 +254,9 @@ def is_power_of_two(count: int) -> bool:
     return count.bit_count() == 1
 
 
-def by_ranks(held: Iterable[tuple[Communicator, Sequence[Any]]]) -> list[tuple[Communicator, list[Any]]]:
+def by_ranks(held: Iterable[tuple[Communicator, Sequence[Array]]]) -> list[tuple[Communicator, list[Array]]]:
     """Join what the same ranks hold."""
-    joined: dict[Communicator, list[Any]] = {}
+    joined: dict[Communicator, list[Array]] = {}
     for comm, items in held:
         joined.setdefault(comm, []).extend(items)
     return list(joined.items())
@@ -371,13 +371,13 @@ class OptimizerGuard(Owner):
         if is_power_of_two(self.updates):
             self.step_is_compared = False
 
-    def check(self, parameters: Sequence[Parameter]) -> None:
+    def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError: another optimizer would update the parameters a second time."""
         raise ValueError("a ZeroOptimizer updates these parameters already: call its step() alone")
 
     def check_sum(self, group: Communicator) -> None:
         """Raise ValueError: another ZeroOptimizer would sum the gradients a second time."""
-        self.check(self.optimizer.parameters)
+        self.check_optimizer(self.optimizer.parameters)
 
     def forget_gradients(self) -> None:
         """Forget what was summed; `zero_grad` of a model calls it, too."""

@@ -34,9 +34,9 @@ def bucket_elements(layout: StepLayout, pp: int, only_partial: bool = False) -> 
     elements: Counter[tuple[int, int]] = Counter()
     for p in layout.placements(pp=pp):
         assert p.dp is not None
-        fold = 1 if p.ep is None else layout.ep
+        ep = 1 if p.ep is None else layout.ep
         if isinstance(p.tp, Partial) or not only_partial:
-            elements[p.unit, fold] += p.dp.size
+            elements[p.unit, ep] += p.dp.size
     return elements
 
 
@@ -117,9 +117,9 @@ def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     if layout.zero_stage > 0 or layout.ep > 1:
         total += ordered_sum(1, shards, rank % shards)  # the norm
     reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
-    for (unit, fold), elements in bucket_elements(layout, pp).items():
-        ranks = shards // fold
-        own = rank // fold % ranks
+    for (unit, ep), elements in bucket_elements(layout, pp).items():
+        ranks = shards // ep
+        own = rank // ep % ranks
         reduced = wire_bytes(reduce, layout.reduction, elements, layout.reduce_bytes, ranks, own)
         gathered = wire_bytes("all_gather", "pairwise", elements, layout.itemsize, ranks, own)
         total += layout.syncs * reduced + gathers(layout, unit) * gathered

@@ -139,7 +139,7 @@ def train(
         start_trace(comm)
     np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the trainer says it once
     for result in trainer.train():
-        if verifier is not None and not verifier.check(result):
+        if verifier is not None and not verifier.check_step(result):
             say(f"minipar: note: verify: FAILED: {verifier.failure}; training continues", report.stream)
         validation = evaluate(trainer, evaluation, result)
         metrics.write(result, validation)
@@ -161,8 +161,8 @@ def opening(trainer: Trainer) -> str:
     lines = [progress.describe(config, ranks, trainer.size, len(tokens.ids), tokens.name)]
     lines += progress.notes(config)
     if trainer.checkpoint is not None:
-        place = printable(str(trainer.checkpoint.directory))
-        line = f"minipar: resumed after step {trainer.first_step} from {place}"
+        directory = printable(str(trainer.checkpoint.directory))
+        line = f"minipar: resumed after step {trainer.first_step} from {directory}"
         if trainer.first_step >= config.optimizer.steps:
             line += "; this is the last step: give more --steps"
         lines.append(line)

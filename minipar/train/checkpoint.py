@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
 
@@ -54,8 +55,8 @@ from minipar.train.manifest import (
     check_files,
     check_run,
     checksum,
+    model_shape,
     parse,
-    shape_of,
 )  # fmt: skip
 from minipar.train.settings import TrainConfig, flags
 
@@ -109,7 +110,7 @@ class Checkpoint:
             self.step: int = self.manifest["step"]
             self.files: list[dict[str, Any]] = self.manifest["files"]
             self.history: list[dict[str, Any]] = self.manifest["history"]
-            self.shape: TransformerConfig = shape_of(self.manifest)
+            self.shape: TransformerConfig = model_shape(self.manifest)
             dtype = np.dtype(self.manifest["dtype"])
             self.dtype = np.dtype("float32") if dtype.itemsize == 2 else dtype  # updates have it
             check_files(self.manifest, self.dtype.itemsize)
@@ -134,7 +135,7 @@ class Checkpoint:
             if hashlib.file_digest(stream, "sha256").hexdigest() != file["sha256"]:
                 raise UsageError(f"{path}: its SHA-256 is not that of what was written: the file is corrupted")
 
-    def array(self, kind: str, name: str, dtype: Any = None) -> Array:
+    def array(self, kind: str, name: str, dtype: DTypeLike | None = None) -> Array:
         """Join the serial model's array for one parameter: its values, or a mean of the optimizer (see KINDS)."""
         pieces = ((piece, self._tensor(file, f"{kind}/{name}", piece)) for file, piece in self.pieces[name])
         return from_host(np.asarray(to_host(join(self.shapes[name], self.dtype, pieces)), dtype=dtype))
@@ -254,12 +255,12 @@ def _remove_leftovers(root: Path) -> None:
                 path.rmdir()
 
 
-def refuse_checkpoint(directory: str) -> None:
+def refuse_inside_checkpoint(directory: str) -> None:
     """Raise UsageError if `--save DIR` is a checkpoint or inside one, which would then hold files not its own."""
     root = Path(directory).resolve()
-    for place in (root, *root.parents):
-        if STEP.fullmatch(place.name) or (place / "rank-00000.safetensors").exists():
-            raise UsageError(f"--save {directory}: {place} is a checkpoint; save to the directory that holds it")
+    for folder in (root, *root.parents):
+        if STEP.fullmatch(folder.name) or (folder / "rank-00000.safetensors").exists():
+            raise UsageError(f"--save {directory}: {folder} is a checkpoint; save to the directory that holds it")
 
 
 def prepare_directory(directory: str, first_step: int) -> None:

@@ -48,14 +48,14 @@ def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
         if field.name in written:
             given[f"{section}.{field.name}"] = written[field.name]
     config = dataclasses.replace(with_values(TrainConfig(), given), given=frozenset(given))
-    check(config)
+    check_settings(config)
     return config
 
 
 # ---- what can be known before the number of ranks and the model of a checkpoint or directory -------------------------
 
 
-def check(config: TrainConfig) -> None:
+def check_settings(config: TrainConfig) -> None:
     """Check what can be known before the number of ranks and the model of a checkpoint or directory.
 
     UsageError.
@@ -73,7 +73,7 @@ def check(config: TrainConfig) -> None:
     check_start(config)
 
 
-def check_value(flag: str, value: Any) -> None:
+def check_value(flag: str, value: object) -> None:
     """Raise UsageError for a value outside of the flag's interval, or not one of its choices, or empty."""
     if value is None:
         return
@@ -97,7 +97,7 @@ def inside(value: float, interval: str) -> bool:
     return low < value < high
 
 
-def check_need(flag: str, value: Any, changed: set[str]) -> None:
+def check_need(flag: str, value: object, changed: set[str]) -> None:
     """Raise UsageError if the flag that this one needs has its default.
 
     `changed` are those that have not.

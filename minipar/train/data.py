@@ -55,14 +55,16 @@ class Tokens:
                 digest.update(self.ids[start : start + 1024 // self.ids.itemsize].tobytes())
         return digest.digest()
 
-    def check(self, positions: np.ndarray | None = None) -> None:
+    def check_vocabulary(self, positions: np.ndarray | None = None) -> None:
         """Raise UsageError if a token of these positions, or of the first SCAN_LIMIT, is outside the vocabulary."""
         piece = self.ids[:SCAN_LIMIT] if positions is None else self.ids[positions]
         limit = self.vocab_size
         if piece.max() >= limit:
             i = int(np.argmax(piece >= limit))
-            place = i if positions is None else positions.flat[i]
-            raise UsageError(f"{self.name}: token {piece.flat[i]} at position {place} is not below vocab-size {limit}")
+            position = i if positions is None else positions.flat[i]
+            raise UsageError(
+                f"{self.name}: token {piece.flat[i]} at position {position} is not below vocab-size {limit}"
+            )
 
 
 def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = "--data") -> Tokens:
@@ -84,7 +86,7 @@ def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = 
         needed = f"a sample and its targets take seq-len + 1 = {seq_len} + 1 = {seq_len + 1}"
         raise UsageError(f"{name} holds {len(ids)} tokens, but {needed}")
     tokens = Tokens(ids, name, vocab_size, file)
-    tokens.check()
+    tokens.check_vocabulary()
     return tokens
 
 
@@ -168,7 +170,7 @@ class Batches:
         inputs = self.tokens.read(chosen)
         targets = self.tokens.read(chosen + 1)
         if len(self.tokens.ids) > SCAN_LIMIT:
-            self.tokens.check(np.append(positions, positions + 1))
+            self.tokens.check_vocabulary(np.append(positions, positions + 1))
         return self.part(inputs), self.part(targets)
 
 
@@ -196,5 +198,5 @@ def hold_out(config: TrainConfig, tokens: Tokens) -> tuple[Tokens, Evaluation | 
         tokens = replace(tokens, ids=tokens.ids[:-kept])
     count = min(SAMPLES, (len(text.ids) - 1) // length)
     starts = np.linspace(0, len(text.ids) - 1 - length, count).astype(np.int64)
-    text.check(starts[:, None] + np.arange(length + 1))
+    text.check_vocabulary(starts[:, None] + np.arange(length + 1))
     return tokens, Evaluation(text, starts)

@@ -1,11 +1,9 @@
 """The validation loss, which is the same in every layout."""
 
-from typing import Any
-
 import numpy as np
 
 from minipar.autograd import Tensor, no_grad
-from minipar.backend import from_host, xp
+from minipar.backend import Array, from_host, xp
 from minipar.train.data import Evaluation
 from minipar.train.trainer import Trainer
 
@@ -49,7 +47,7 @@ def sample_loss(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> fl
     executor = trainer.executor
     home = executor.schedule.home  # the rank of each stage
     last = len(home) - 1
-    x: Any = from_host(inputs)
+    x: Tensor | Array = from_host(inputs)
     for number, stage in sorted(trainer.pipeline.stages.items()):
         if number > 0 and home[number - 1] != comm.rank:
             received = xp.empty((1, *executor.shape[1:]), dtype=executor.dtype)

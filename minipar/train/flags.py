@@ -66,10 +66,10 @@ def add_mesh_flags(parser: UsageParser) -> None:
     add("--cp", type=int, metavar="C",
         help="context-parallel ranks that share each sample's tokens; 2*C must divide them "
              f"(default: {MeshConfig.cp})")
-    add("--context-parallel", type=str, choices=CHOICES["--context-parallel"],
+    add("--context-parallel", choices=CHOICES["--context-parallel"],
         help="keys and values travel around a ring, or are gathered, or each rank takes all "
              f"tokens of some heads (default: {MeshConfig.context_parallel})")
-    add("--cp-order", type=str, choices=CHOICES["--cp-order"],
+    add("--cp-order", choices=CHOICES["--cp-order"],
         help="zigzag: an early and a late part of each sample, equal work on every rank; "
              f"contiguous: the r-th part (default: {MeshConfig.cp_order})")
     add("--ep", type=int, metavar="P",
@@ -77,7 +77,7 @@ def add_mesh_flags(parser: UsageParser) -> None:
              f"(default: {MeshConfig.ep})")
     add("--pp", type=int, metavar="P",
         help=f"pipeline ranks, each with its own layers (default: {MeshConfig.pp})")
-    add("--schedule", type=str, metavar="NAME",
+    add("--schedule", metavar="NAME",
         help=f"with --pp 2 or more: order of the pipeline: {', '.join(SCHEDULES)}, or PyTorch's "
              "FILE.csv (default: 1f1b)")
     add("--virtual-stages", type=int, metavar="V",
@@ -114,7 +114,7 @@ def add_model_flags(parser: UsageParser) -> None:
              f"{ModelConfig.seq_len})")
     add("--vocab-size", type=int, metavar="V",
         help=f"vocabulary: token ids are 0 to V-1 (default: {ModelConfig.vocab_size})")
-    add("--model", type=str, choices=CHOICES["--model"],
+    add("--model", choices=CHOICES["--model"],
         help="the architecture: GPT-2's; Llama's, whose head is not tied to the embedding; or "
              f"Mixtral's, with experts (default: {ModelConfig.model})")
     add("--kv-heads", type=int, metavar="N",
@@ -135,7 +135,7 @@ def add_model_flags(parser: UsageParser) -> None:
     add("--capacity-factor", type=float, metavar="F",
         help="with --model mixtral: experts take at most F times the mean load of a microbatch "
              "and drop the rest (default: take all)")
-    add("--init-from", type=str, metavar="DIR",
+    add("--init-from", metavar="DIR",
         help="start from a GPT-2, Llama or Mixtral directory (config.json, model.safetensors), "
              "which also gives the shape")
 
@@ -144,10 +144,10 @@ def add_data_flags(parser: UsageParser) -> None:
     """Add the flags of DataConfig."""
     title = "data: the source of the tokens and their order"
     add = parser.add_argument_group(title).add_argument
-    add("--data", dest="path", type=str, metavar="PATH",
+    add("--data", dest="path", metavar="PATH",
         help="a text (bytes are tokens) or a nanoGPT .bin (uint16 tokens) (default: Python's "
              "library)")
-    add("--order", type=str, choices=CHOICES["--order"],
+    add("--order", choices=CHOICES["--order"],
         help="random: samples start anywhere; sequential: the text from front to back (default: "
              f"{DataConfig.order})")
     add("--global-batch", type=int, metavar="B",
@@ -158,7 +158,7 @@ def add_data_flags(parser: UsageParser) -> None:
     add("--eval-every", type=int, metavar="K",
         help="every K steps and at the end: the loss on text that training does not see, the "
              "same in every layout")
-    add("--eval-data", type=str, metavar="PATH",
+    add("--eval-data", metavar="PATH",
         help="with --eval-every K: the text to evaluate on (default: the end of the training "
              "text, which is then not trained on)")
 
@@ -171,7 +171,7 @@ def add_optimizer_flags(parser: UsageParser) -> None:
         help=f"optimizer steps (default: {OptimizerConfig.steps})")
     add("--lr", type=float, metavar="LR",
         help=f"learning rate after warm-up (default: {OptimizerConfig.lr})")
-    add("--lr-schedule", type=str, choices=CHOICES["--lr-schedule"],
+    add("--lr-schedule", choices=CHOICES["--lr-schedule"],
         help="after warm-up the learning rate stays, or falls along half a cosine to a tenth in "
              f"the last step (default: {OptimizerConfig.lr_schedule})")
     add("--warmup-steps", type=int, metavar="W",
@@ -209,44 +209,44 @@ def add_run_flags(parser: UsageParser) -> None:
              "bytes (default: fp32)")
     add("--skip-nonfinite", action="store_true",
         help="skip a step whose loss or gradient is not finite, and count it")
-    add("--device", type=str, choices=CHOICES["--device"],
+    add("--device", choices=CHOICES["--device"],
         help=f"cpu: NumPy; cuda: CuPy (default: {RunConfig.device})")
-    add("--recompute", type=str, choices=CHOICES["--recompute"],
+    add("--recompute", choices=CHOICES["--recompute"],
         help="full: keep only each layer's input and run its forward again in backward (default: "
              f"{RunConfig.recompute})")
-    add("--attention", type=str, choices=CHOICES["--attention"],
+    add("--attention", choices=CHOICES["--attention"],
         help="full: keep all scores; blockwise: compute them again in backward; auto: full if "
              f"short, or with dropout (default: {RunConfig.attention})")
-    add("--reduction", type=str, choices=CHOICES["--reduction"],
+    add("--reduction", choices=CHOICES["--reduction"],
         help="order of sums over ranks: ring, or ordered (rank 0 first: bit for bit as one "
              f"device) (default: {RunConfig.reduction})")
-    add("--metrics", type=str, metavar="FILE.jsonl",
+    add("--metrics", metavar="FILE.jsonl",
         help="one JSON line per step; '-' is standard output, and progress then goes to standard "
              "error")
-    add("--trace", type=str, metavar="FILE.json",
+    add("--trace", metavar="FILE.json",
         help="Chrome trace of every rank, for Perfetto or `minipar visualize trace`")
-    add("--clock", type=str, choices=CHOICES["--clock"],
+    add("--clock", choices=CHOICES["--clock"],
         help="with --trace FILE.json: time in the trace: wall; cpu: each rank's own CPU time; "
              f"model: a cost model (default: {RunConfig.clock})")
-    add("--memory", type=str, metavar="FILE.json",
+    add("--memory", metavar="FILE.json",
         help="every rank's bytes by kind at each moment of the last step and at the peak, for "
              "`minipar visualize memory`")
-    add("--record", type=str, metavar="DIR",
+    add("--record", metavar="DIR",
         help="record the loss, gradients and updates of each step for `python -m "
              "minipar.compare`; DIR is new")
     add("--network", nargs=2, type=float, metavar=("ALPHA", "BETA"),
         help="with --clock cpu or model: what a message costs: ALPHA seconds and BETA seconds "
              "per byte (default: 0.0 0.0)")
-    add("--save", type=str, metavar="DIR",
+    add("--save", metavar="DIR",
         help="write checkpoints into DIR, at the end and with --save-every on the way; the last "
              "two are kept")
     add("--save-every", type=int, metavar="K",
         help="with --save DIR: write a checkpoint every K steps")
-    add("--resume", type=str, metavar="DIR",
+    add("--resume", metavar="DIR",
         help="continue from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in the "
              "layout given here; model, data, optimizer, seed, dtype and steps are the "
              "checkpoint's unless given; auto: from --save DIR, if it has one")
-    add("--export", type=str, metavar="DIR",
+    add("--export", metavar="DIR",
         help="write the trained model as a directory of Hugging Face; DIR is new, empty, or an "
              "earlier export")
     add("--export-dtype", type=dtype_name, choices=CHOICES["--export-dtype"],

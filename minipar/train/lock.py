@@ -16,7 +16,7 @@ from typing import TextIO
 from minipar.cli import writing
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, print_line, printable
-from minipar.train.checkpoint import agreeing, refuse_checkpoint
+from minipar.train.checkpoint import agreeing, refuse_inside_checkpoint
 
 LOCK = "minipar.lock"
 LONGEST_HOLDER = 200  # characters that are read of what the file says
@@ -32,7 +32,7 @@ def saving_alone(comm: Communicator, directory: str | None) -> Iterator[None]:
     with ExitStack() as until_the_end:
         with agreeing(comm, f"--save {directory}"):
             if directory is not None and comm.rank == 0:
-                refuse_checkpoint(directory)
+                refuse_inside_checkpoint(directory)
                 with writing(f"--save {directory}"):
                     until_the_end.enter_context(_made(Path(directory)))
                     until_the_end.enter_context(_locked(Path(directory), f"--save {directory}"))
@@ -42,14 +42,14 @@ def saving_alone(comm: Communicator, directory: str | None) -> Iterator[None]:
 @contextmanager
 def _made(directory: Path) -> Iterator[None]:
     """Make a directory and its parents. After the block, remove those of them that are empty."""
-    made = [place for place in (directory, *directory.parents) if not place.exists()]
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
-        for place in made:
+        for folder in made:
             with suppress(OSError):  # it is not empty
-                place.rmdir()
+                folder.rmdir()
 
 
 @contextmanager

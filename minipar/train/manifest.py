@@ -120,7 +120,7 @@ def parse(text: bytes) -> dict[str, Any]:
     return manifest
 
 
-def shape_of(manifest: dict[str, Any]) -> TransformerConfig:
+def model_shape(manifest: dict[str, Any]) -> TransformerConfig:
     """Return the sizes of the model, which has exactly the manifest's parameters."""
     sizes = manifest["model"]
     parameters = manifest["parameters"]

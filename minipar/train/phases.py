@@ -9,11 +9,6 @@ from minipar.comm.clock import ModelClock
 from minipar.comm.communicator import Communicator
 
 
-def start_step() -> None:
-    """Start the first phase of a step in the memory ledger."""
-    memory.enter("forward", restart=True)
-
-
 @contextmanager
 def phase(comm: Communicator, name: str) -> Iterator[None]:
     """Record the block as a phase of the step, in the trace and in the memory ledger."""
@@ -22,7 +17,7 @@ def phase(comm: Communicator, name: str) -> Iterator[None]:
         yield
 
 
-def model_clock(comm: Communicator) -> AbstractContextManager[None]:
+def model_clock(comm: Communicator) -> AbstractContextManager[object]:
     """Advance a model clock by each matrix product's operations / its speed.
 
     All else takes no time on it.

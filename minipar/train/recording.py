@@ -1,7 +1,5 @@
 """The recording of `--record`: callbacks that the command line gives to the trainer."""
 
-from typing import Any
-
 import numpy as np
 
 from minipar.cli import writing
@@ -22,7 +20,7 @@ class Recorder:
         config = trainer.config
         parameters = trainer.state_dict()
         if trainer.mesh.world.rank == 0:
-            facts: dict[str, Any] = {axis: getattr(config.mesh, axis) for axis in ("dp", "cp", "ep", "tp", "pp")}
+            facts: dict[str, object] = {axis: getattr(config.mesh, axis) for axis in ("dp", "cp", "ep", "tp", "pp")}
             facts["microbatches"] = config.data.microbatches
             facts["tokens"] = trainer.tokens_per_step
             with writing(f"--record {directory}"):

@@ -12,7 +12,7 @@ from typing import Any
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, reading, run_flags
-from minipar.train.config import check
+from minipar.train.config import check_settings
 from minipar.train.data import Tokens
 from minipar.train.manifest import MOST_BYTES
 from minipar.train.settings import SIZES, RunConfig, TrainConfig, flags, with_values
@@ -52,14 +52,16 @@ def find_checkpoint(config: TrainConfig, comm: Communicator, name: str = "--resu
     """
     if config.run.resume is None:
         return None
-    place = b""
+    found = None
     text = b""
     with agreeing(comm, name):
-        if comm.rank == 0 and (directory := _find(config.run, name)) is not None:
-            place = os.fsencode(directory)
-            text = _read_manifest(directory / MANIFEST)
-    place, text = (comm.all_gather_bytes(each)[0] for each in (place, text))
-    return Checkpoint(os.fsdecode(place), text) if place else None
+        if comm.rank == 0:
+            found = _find(config.run, name)
+        if found is not None:
+            text = _read_manifest(found / MANIFEST)
+    directory = comm.all_gather_bytes(os.fsencode(found or ""))[0]
+    text = comm.all_gather_bytes(text)[0]
+    return Checkpoint(os.fsdecode(directory), text) if directory else None
 
 
 def _read_manifest(path: Path) -> bytes:
@@ -83,7 +85,7 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
             values[name] = saved[flag]
     config = with_values(config, values)
     _compare(checkpoint.path, MUST_AGREE, saved, run_flags(config), "; these cannot change in a resumed run")
-    check(config)
+    check_settings(config)
     return config
 
 

@@ -72,7 +72,7 @@ class GradientCheck:
     measures the rounding.
 
     largest     the largest difference so far, relative to a gradient's norm plus 1/16 of that of all gradients
-    place       the gradient, and the step, in which it was
+    largest_in  the gradient, and the step, in which it was
     compared    the number of comparisons
     rounded     how many of them did not have the same bits
     explained   how many of them exceeded ROUNDINGS and were explained by samples of one device
@@ -85,7 +85,7 @@ class GradientCheck:
         self.sharper = sharper
         self.eps = EPSILON[device.config.run.dtype]
         self.largest = 0.0
-        self.place = ""
+        self.largest_in = ""
         self.compared = self.rounded = self.explained = 0
 
     def problem(self, step: int, ranks: Quantities) -> str:
@@ -114,8 +114,8 @@ class GradientCheck:
     def found(self) -> str:
         """Return the largest difference and the bound, for the line of a proof."""
         text = f"{self.largest:.2g} of their norm"
-        if self.place:
-            text += f" ({self.place})"
+        if self.largest_in:
+            text += f" ({self.largest_in})"
         if self.sharper is not None:
             return f"{text}, bound {MEASURED} times the rounding"
         text += f", bound {ROUNDINGS * self.eps:.2g}"
@@ -145,7 +145,7 @@ class GradientCheck:
             within = difference <= limit or self.sharper is not None
             if name.startswith("gradient") and within and relative > self.largest:
                 self.largest = relative
-                self.place = f"{name.removeprefix('gradient of ')}, step {step + 1}"
+                self.largest_in = f"{name.removeprefix('gradient of ')}, step {step + 1}"
             if difference > limit:
                 limits[name] = limit
         if self.sharper is None:
@@ -179,19 +179,19 @@ class GradientCheck:
     def _noise(self, step: int, sample: int, device: Quantities, factor: float) -> dict[str, float]:
         """Return how much one device itself differs by rounding, by quantity; {} if a value is not finite."""
         if self.sharper is None:
-            moves = self._moves(self.device, sample)
+            moves = self._moves(sample)
             return distances(self._moved(self.device, moves, step, factor), device)
         if sample == 0:
             return distances(device, compute(self.sharper, step, self.loads))
-        moves = self._moves(self.device, sample)
+        moves = self._moves(sample)
         moved = self._moved(self.device, moves, step, factor)
         return distances(moved, self._moved(self.sharper, moves, step, 1.0))
 
-    def _moves(self, device: OneDevice, sample: int) -> list[np.ndarray]:
+    def _moves(self, sample: int) -> list[np.ndarray]:
         """Return the values of all parameters, each moved by up to two roundings, at random."""
         random = np.random.Generator(np.random.Philox(key=sample))
         moved = []
-        for p in device.optimizer.parameters:
+        for p in self.device.optimizer.parameters:
             values = to_host(p.data)
             factors = 1 + 2 * self.eps * random.uniform(-1, 1, values.shape)
             moved.append((values * factors).astype(values.dtype))

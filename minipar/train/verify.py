@@ -16,11 +16,10 @@ import hashlib
 import json
 import math
 from dataclasses import astuple, dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from minipar.backend import from_host, to_host
+from minipar.backend import Array, from_host, to_host
 from minipar.comm.communicator import Communicator
 from minipar.comm.trace import unseen
 from minipar.nn import optim
@@ -55,7 +54,7 @@ def verify(trainer: Trainer) -> Verdict:
     """
     verifier = Verifier(trainer)
     for result in trainer.train():
-        verifier.check(result)
+        verifier.check_step(result)
     return verifier.verdict()
 
 
@@ -95,7 +94,7 @@ class Verifier:
                 problem = self._different_state(state)
             self._share(problem, trainer.first_step - 1)
 
-    def check(self, result: StepResult) -> bool:
+    def check_step(self, result: StepResult) -> bool:
         """Compare the step that the trainer has just taken; return False if it is the first that differs.
 
         After that one, nothing is compared any more.
@@ -167,7 +166,7 @@ class Verifier:
     def _different_norm(self, result: StepResult) -> str:
         """Give the one device the ranks' gradients, and compare their norm with the one that the ranks have found."""
         for p in self.device.optimizer.parameters:
-            gradient: Any = p.grad
+            gradient: Array = p.grad
             gradient[...] = from_host(self.ranks_gradients[placement_of(p).name])
         norm = self.device._clip_grad_norm(None)
         if not math.isfinite(norm) and not math.isfinite(result.grad_norm):
@@ -283,7 +282,7 @@ def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
     """Collect on rank 0 all that a step changes: arrays by parameter, and the trainer's values; {} elsewhere."""
     optimizer = trainer.optimizer
     comm = trainer.mesh.world
-    arrays: dict[str, list[Any]] = {"parameter": [p.data for p in optimizer.parameters]}
+    arrays: dict[str, list[Array]] = {"parameter": [p.data for p in optimizer.parameters]}
     if any(master is not None for master in optimizer.masters):
         arrays["master"] = optimizer.masters
     arrays |= {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
@@ -313,16 +312,16 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
     optimizer = trainer.optimizer
     scaler = trainer.scaler
     values = optimizer.values()
-    state: dict[Parameter, list[Any]] = {}
+    state: dict[Parameter, list[Array]] = {}
     for i, p in enumerate(optimizer.parameters):
         state[p] = [p.data, values[i], optimizer.exp_avg[i], optimizer.exp_avg_sq[i]]
     same = []  # every rank makes every comparison, whatever those before have found
     for comm, parameters in trainer.ddp.replicas():
-        copies: list[Any] = []
+        copies: list[Array] = []
         for p in parameters:
             copies += state.get(p, [p.data])
         same.append(same_over(comm, copies))
-    whole: list[Any] = []
+    whole: list[Array] = []
     for p, arrays in state.items():
         if not isinstance(placement_of(p).tp, Shard):
             whole += arrays
@@ -333,7 +332,7 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
     return b"no" not in votes
 
 
-def same_over(comm: Communicator, arrays: list[Any]) -> bool:
+def same_over(comm: Communicator, arrays: list[Array]) -> bool:
     """Return whether all ranks of `comm` have the same bits in these arrays. All ranks call it. Sends a SHA-256."""
     own = hashlib.sha256(b"".join(to_host(array).tobytes() for array in arrays)).digest()
     return len(set(comm.all_gather_bytes(own))) == 1

@@ -6,11 +6,11 @@ from launcher import run_mpi
 
 from minipar.comm import ALGORITHMS, run_local
 from minipar.comm.operation import (
-    ALGORITHM_CODES,
-    OPERATION_CODES,
+    ALGORITHM_NAMES,
+    OPERATIONS,
     USER_TAGS,
-    Call,
     Operation,
+    TagFields,
     from_tag,
     meaning,
     to_tag,
@@ -116,8 +116,8 @@ def test_every_algorithm_has_a_place_in_the_tag():
             tag = to_tag(Operation(op, algorithm, input=x, output=x), 44)
             assert USER_TAGS <= tag < 2**27 and meaning(tag).startswith(f"{op} ")
             assert f"of float32 ({algorithm}, operation 44)" in meaning(tag)
-            assert from_tag(tag) == Call(op, algorithm, False, "float32", elements=300 % 128, number=44)
-    assert len(OPERATION_CODES) <= 8 and len(ALGORITHM_CODES) <= 8
+            assert from_tag(tag) == TagFields(op, algorithm, False, "float32", elements=300 % 128, number=44)
+    assert len(OPERATIONS) <= 8 and len(ALGORITHM_NAMES) <= 8
 
 
 def test_a_tag_knows_a_maximum_from_a_sum():

@@ -9,7 +9,7 @@ from training import joined, trainer_for
 from minipar.comm import run_local
 from minipar.nn import GPT, DropoutKeys, GPTConfig, Linear, dropping
 from minipar.parallel.placement import Shard
-from minipar.parallel.tensor.layers import split
+from minipar.parallel.tensor.layers import shard_parameter
 from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.train.data import Tokens
 from minipar.train.one_device import train_on_one_device
@@ -34,7 +34,7 @@ def close(a, b, bound=1e-13):
 
 def split_along(weight, group, dim):
     """Leave this rank its part of a parameter."""
-    split(weight, group.shard(dim, weight.shape[dim]))
+    shard_parameter(weight, group.shard(dim, weight.shape[dim]))
 
 
 def model_of(tp, dropout=0.0, recompute=False, layers=LAYERS, dtype="float64", deferred=False):

@@ -79,7 +79,7 @@ def verified(trainer: Trainer) -> tuple[list, Verdict]:
     """Train and verify each step; return the results of the steps, and the verdict."""
     verifier, results = Verifier(trainer), []
     for result in trainer.train():
-        verifier.check(result)
+        verifier.check_step(result)
         results.append(result)
     return results, verifier.verdict()
 

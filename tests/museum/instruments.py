@@ -107,7 +107,7 @@ def look_at_rank(comm, config: TrainConfig, tokens: Tokens, record: str | None) 
         verifier = Verifier(trainer)
         for result in trainer.train():
             results.append(result)
-            verifier.check(result)
+            verifier.check_step(result)
             if recorder is not None and len(results) == RECORDED:
                 recorder.stop()
             sent = {axis: comm.traffic.bytes(axis=axis) for axis in trainer.mesh.AXES}

@@ -119,7 +119,7 @@ MUTANTS = [
         "train/test_lock.py",
         ("lock: two jobs share it", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
         ("lock: a removed file is locked", "os.fstat(descriptor).st_nlink > 0", "True"),
-        ("lock: a refused job leaves its directory", "place.rmdir()", "pass"),
+        ("lock: a refused job leaves its directory", "folder.rmdir()", "pass"),
         ("lock: a link is followed", " | os.O_NOFOLLOW", ""),
     ),
     *mistakes(

@@ -17,8 +17,8 @@ MUTANTS = [
     *mistakes(
         "minipar/hints.py",
         "test_hints.py",
-        ("hints: another program's flag is unknown", "for ours in FOREIGN.get(letters(flag), ()):", "for ours in ():"),
-        ("hints: a flag that the command does not have", "or name in known:", "or name != known:"),
+        ("hints: another program's flag is unknown", "letters(flag) in theirs.split()", "flag in theirs.split()"),
+        ("hints: a flag that the command does not have", 'ours.split()[0] in [*known, "mpirun"]', "ours"),
     ),
     *mistakes(
         "minipar/cli.py",

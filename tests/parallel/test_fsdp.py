@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from training import MLP, Done, Proxy, backward, bits, chunk_of, small_gpt, text
 
-from minipar.autograd import Function, no_grad
+from minipar.autograd import fused, no_grad
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, enter
 from minipar.nn import AdamW
@@ -210,7 +210,7 @@ def test_the_ledger_shows_a_unit_that_is_not_released():
 
 
 def test_the_ledger_shows_a_weight_kept_by_the_graph(monkeypatch):
-    monkeypatch.setattr(Function, "getter", lambda self, i, array: lambda: array)
+    monkeypatch.setattr(fused, "getter", lambda leaf, array: lambda: array)
     for (most,) in ledger_of(3, FullyShardedDataParallel, [loss_of]):
         assert most["buffers"] == 2 * BLOCK * 8  # without a graph nothing keeps it
     for (most,) in ledger_of(3, FullyShardedDataParallel, [forward_with_a_graph]):

@@ -6,7 +6,7 @@ import pytest
 
 from minipar.errors import UsageError
 from minipar.nn import GPTConfig
-from minipar.train.config import check, inside, parse, resolve, with_shape
+from minipar.train.config import check_settings, inside, parse, resolve, with_shape
 from minipar.train.settings import CHOICES, EXPECTED, FOR_MODELS, INTERVALS, NEEDS, SIZES, TrainConfig, flags
 
 
@@ -23,7 +23,7 @@ def refused(argv: list[str]) -> str:
 
 def test_without_flags_the_configuration_is_the_default():
     assert config_of("") == TrainConfig()
-    check(TrainConfig())
+    check_settings(TrainConfig())
 
 
 def test_every_flag_arrives_where_it_belongs():
@@ -190,7 +190,7 @@ def test_a_choice_is_checked_without_the_command_line_too():
     config = TrainConfig()
     wrong = dataclasses.replace(config, run=dataclasses.replace(config.run, dtype="int8"))
     with pytest.raises(UsageError, match="--dtype int8: choose from float32, float64"):
-        check(wrong)
+        check_settings(wrong)
 
 
 @pytest.mark.parametrize(

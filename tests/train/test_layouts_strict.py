@@ -48,7 +48,7 @@ def train(comm, flags, directory=None, resume=False):
     trainer = trainer_for(config_for(line, comm.size), tokens, comm)
     verifier, results = Verifier(trainer), []
     for result in trainer.train():
-        verifier.check(result)
+        verifier.check_step(result)
         results.append(result)
         if directory is not None and not resume and result.step == 0:
             trainer.save(directory, 1)

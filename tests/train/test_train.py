@@ -156,7 +156,7 @@ def test_verify_catches_ranks_with_different_parameters():
         trainer = Trainer(config, DeviceMesh(comm), TOKENS)
         verifier = Verifier(trainer)
         for result in trainer.train():
-            verifier.check(result)
+            verifier.check_step(result)
         trainer.model.wte.weight.data[5, 3] += 1e-9 * comm.rank
         return verifier.verdict()
 
@@ -171,7 +171,7 @@ def test_verify_catches_replicas_of_shards_that_differ():
         trainer = Trainer(config, DeviceMesh(comm), TOKENS)
         verifier = Verifier(trainer)
         for result in trainer.train():
-            verifier.check(result)
+            verifier.check_step(result)
         bucket = trainer.ddp.buckets[0]
         chunk_of(trainer.ddp, bucket).data[0] += 1e-9 * (comm.rank == 2)
         return verifier.verdict()

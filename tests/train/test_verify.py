@@ -91,7 +91,7 @@ def verdict_of(change, flags="--dp 2 --dtype float64 --steps 2", when=1):
         trainer = trainer_for(config, TEXT, comm)
         verifier = Verifier(trainer)
         for result in trainer.train():
-            verifier.check(result)
+            verifier.check_step(result)
             if result.step + 1 == when:
                 change(trainer)
         return verifier.verdict()
@@ -417,7 +417,7 @@ def test_a_verified_run_has_the_bits_bytes_and_memory_of_another(flags):
             comm.tracer.enabled = True
             for result in trainer.train():
                 if verifier is not None:
-                    verifier.check(result)
+                    verifier.check_step(result)
             comm.tracer.enabled = False
         if verifier is not None:
             assert verifier.verdict().passed

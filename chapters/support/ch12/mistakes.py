@@ -103,7 +103,7 @@ def trained(comm: Communicator, kind: type[Trainer], steps: int, record: str) ->
     for result in trainer.train():
         if not results:
             recorder.stop()
-        verifier.check(result)
+        verifier.check_step(result)
         results.append(result)
     routers = [p.data for name, p in trainer.model.named_parameters() if "gate" in name]
     return {

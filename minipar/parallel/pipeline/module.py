@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class PipelineModule(Module, Owner):
         self.set_submodule(f"stage{i}", module)  # its parameters are named stage{i}.NAME
         return Segment(str(i), module, module.parameters())
 
-    def check(self, parameters: Sequence[Parameter]) -> None:
+    def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError for a plain optimizer: the replicas would drift apart."""
         if self.mesh.dp.size == 1:
             return
@@ -109,7 +109,7 @@ class PipelineModule(Module, Owner):
 
     def own_gradients(self) -> list[Parameter]:
         """Return the parameters that have gradients. ValueError if a replica has a share of them."""
-        self.check(self.parameters())
+        self.check_optimizer(self.parameters())
         check_gradients(self.parameters(), "clip_grad_norm()")
         for p in self.parameters():
             p.fold_tied_gradients()
@@ -198,7 +198,7 @@ class PipelineModule(Module, Owner):
             dp.all_reduce(totals, algorithm="ordered")
             scale = 1 / max(1.0, totals[1])
 
-        def loss(i: int, stage_input: Any) -> Tensor:
+        def loss(i: int, stage_input: Array | Tensor) -> Tensor:
             assert last_stage is not None
             value = last_stage.loss_sum(stage_input, from_host(targets[i]))
             totals[0] += value.item()
@@ -225,7 +225,7 @@ class _HeadedExecutor(PipelineExecutor):
             self._sent.append(self.comm.isend(header, peer, tag))
         super()._send(key, array, peer, tag)
 
-    def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Any]:
+    def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Array]:
         stage, direction, m = key
         if direction == "B":  # a gradient has its activation's shape and dtype
             _, activation = self.stages[stage].alive[m]
@@ -234,7 +234,7 @@ class _HeadedExecutor(PipelineExecutor):
         header = np.empty(HEADER, np.int64)
         message = self.comm.irecv(header, peer, tag)
 
-        def announced() -> Any:
+        def announced() -> Array:
             message.wait()
             kind, ndim, *dims = header.tolist()
             activation = xp.empty(dims[:ndim], dtype=DTYPES[kind])

@@ -6,6 +6,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from numpy.typing import DTypeLike
+
 from minipar.autograd import DeferredGradients, Tensor, defer_weight_gradients
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
@@ -132,7 +134,7 @@ class PipelineExecutor:
         comm: Communicator,
         stages: dict[int, PipelineStage],
         shape: tuple[int, ...],
-        dtype: Any,
+        dtype: DTypeLike | None,
     ) -> None:
         if FIRST_TAG + 2 * schedule.stages * schedule.microbatches > USER_TAGS:
             sizes = f"2*{schedule.stages}*{schedule.microbatches}"
@@ -147,7 +149,7 @@ class PipelineExecutor:
         self.dtype = dtype
         self.peak_alive = 0
         # The results that are not used yet: an array each, or a function that waits for it.
-        self._results: dict[Key, Any] = {}
+        self._results: dict[Key, Array] = {}
         self._sent: list[Work] = []
 
     def run(self, tokens: Tokens, loss: Loss, scale: float, around: Around) -> None:
@@ -213,7 +215,7 @@ class PipelineExecutor:
             self._sent = [message for message in self._sent if not message.test()]
             self._send(key, xp.ascontiguousarray(self._results.pop(key)), peer, tag)
 
-    def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Any]:
+    def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Array]:
         """Post a receive; return the function that waits for it."""
         return self.comm.irecv(xp.empty(self.shape, dtype=self.dtype), peer, tag).wait
 

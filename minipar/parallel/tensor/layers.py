@@ -6,16 +6,16 @@ gradients of LayerNorms and row layers' biases cover its own tokens, so TensorPa
 sums them over the ranks. Inside the border each rank has its own columns of an activation. A column
 layer starts with the border's `enter`, and a row layer ends with the border's `leave`.
 
-A parallel layer is made from a serial one, and takes over its Parameters. `split` has replaced
+A parallel layer is made from a serial one, and takes over its Parameters. `shard_parameter` has replaced
 their values by this rank's part before. plan.py makes the parallel layers of minipar's models, and
 user_layers.py those of a user's own model.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from minipar.autograd import LazyGradient, Tensor, embedding, linear
 from minipar.autograd.fused import LinearFunction
+from minipar.autograd.rules import Gradients
 from minipar.backend import Array, xp
 from minipar.nn.guards import check_columns
 from minipar.nn.layers import Embedding, Linear, as_tensor
@@ -91,12 +91,12 @@ class _EnterLinear(LinearFunction):
     ) -> Array:
         self.border = border
         # The number of columns on all ranks: the serial loss refuses a rank's part of the logits.
-        self.part_of = border.group.size * weight.shape[0 if transposed else 1]
+        self.all_columns = border.group.size * weight.shape[0 if transposed else 1]
         if border.sequence:
             x = border.group.gather(x, SEQUENCE)  # (B, T, h)
         return super().forward(x, weight, bias, transposed)  # (B, T, out/t)
 
-    def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Any:
+    def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Gradients:
         # dx is this rank's term of the gradient of x, or None if nobody needs that gradient. The
         # gradients of weight and bias are LazyGradients, which are not computed yet.
         dx, dweight, dbias, _ = super().backward(grad, x, weight)
@@ -113,7 +113,7 @@ class _EnterLinear(LinearFunction):
         return summed, dweight, dbias, None, None
 
 
-def split(parameter: Parameter, shard: Shard) -> None:
+def shard_parameter(parameter: Parameter, shard: Shard) -> None:
     """Replace a parameter by this rank's part of it, and record the placement."""
     if parameter.placement is None:
         parameter.placement = Placement("", parameter.shape)

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from numpy.typing import DTypeLike
+
 from minipar.autograd import Tensor, mapping
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
@@ -41,7 +43,11 @@ class TensorGroup:
     """
 
     def __init__(
-        self, comm: Communicator, reduction: str = "ring", dtype: Any = None, reduce_dtype: Any = None
+        self,
+        comm: Communicator,
+        reduction: str = "ring",
+        dtype: DTypeLike | None = None,
+        reduce_dtype: DTypeLike | None = None,
     ) -> None:
         self.comm = comm
         self.reduction = reduction

@@ -10,7 +10,8 @@ its sum is a reduce-scatter.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+
+from numpy.typing import DTypeLike
 
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
@@ -151,8 +152,9 @@ def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) ->
 
 
 def tensor_parallel(
-    model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False, reduce_dtype: Any = None
-) -> TensorParallel:
+    model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False,
+    reduce_dtype: DTypeLike | None = None,
+) -> TensorParallel:  # fmt: skip
     """Split `model` over `comm` by the plan, in place.
 
     Parameters keep their names and become this rank's part of their values. UsageError if tp does
@@ -173,7 +175,7 @@ def tensor_parallel(
     for name, p in model.named_parameters():
         own = tensor_placement(name, p.shape, comm.rank, comm.size, sequence)
         if isinstance(own, Shard):
-            layers.split(p, own)
+            layers.shard_parameter(p, own)
         else:
             placement.update(p, tp=own)
         if isinstance(own, Partial):

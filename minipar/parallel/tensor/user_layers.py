@@ -3,7 +3,7 @@
 from minipar.comm.communicator import Communicator
 from minipar.errors import check_divides
 from minipar.nn.layers import Embedding, Linear
-from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding, split
+from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding, shard_parameter
 from minipar.parallel.tensor.mappings import TensorGroup
 
 EQUAL = "each tensor-parallel rank has as many"
@@ -12,7 +12,7 @@ EQUAL = "each tensor-parallel rank has as many"
 class ColumnParallelLinear(ColumnLinear):
     """A ColumnLinear for a user's own model. The arguments after `name` are Linear's.
 
-    `groups` equal stretches of columns are split one by one, as q, k and v. UsageError if t does
+    `groups` equal stretches of columns are shard_parameter one by one, as q, k and v. UsageError if t does
     not divide a stretch.
     """
 
@@ -35,9 +35,9 @@ class ColumnParallelLinear(ColumnLinear):
         layer = Linear(
             n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std, deferred=True
         )
-        split(layer.weight, group.shard(0 if layer.transposed else 1, n_out, groups))
+        shard_parameter(layer.weight, group.shard(0 if layer.transposed else 1, n_out, groups))
         if layer.bias is not None:
-            split(layer.bias, group.shard(0, n_out, groups))
+            shard_parameter(layer.bias, group.shard(0, n_out, groups))
         super().__init__(layer, Border(group))
         self.group = group  # `vocab_parallel_cross_entropy_sum` takes it, if this layer is a head
         self.materialize()
@@ -67,7 +67,7 @@ class RowParallelLinear(RowLinear):
         layer = Linear(
             n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std, deferred=True
         )
-        split(layer.weight, group.shard(1 if layer.transposed else 0, n_in))
+        shard_parameter(layer.weight, group.shard(1 if layer.transposed else 0, n_in))
         super().__init__(layer, Border(group))
         self.materialize()
 
@@ -88,6 +88,6 @@ class VocabParallelEmbedding(VocabEmbedding):
     ) -> None:
         group = TensorGroup(comm)
         layer = Embedding(count, dim, name=name, seed=seed, dtype=dtype, std=std, deferred=True)
-        split(layer.weight, group.shard(0, count))
+        shard_parameter(layer.weight, group.shard(0, count))
         super().__init__(layer, Border(group))
         self.materialize()

@@ -4,6 +4,7 @@ from typing import Any
 
 from minipar.autograd import IGNORE_INDEX, Tensor, check_targets
 from minipar.autograd.fused import CrossEntropyFunction, as_rows
+from minipar.autograd.rules import Gradients
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.parallel.tensor.layers import Border
@@ -60,7 +61,7 @@ class _VocabParallelCrossEntropy(CrossEntropyFunction):
         losses = xp.log(sums[0]) - sums[1]
         return xp.where(counted, losses, 0).sum()
 
-    def backward(self, grad: Array, **saved: Any) -> Any:  # type: ignore[override]
+    def backward(self, grad: Array, **saved: Any) -> Gradients:  # type: ignore[override]
         return *super().backward(grad, **saved), None
 
 
