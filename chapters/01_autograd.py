@@ -210,7 +210,8 @@ say(f"mended: {x.grad:g}")
 
 # %% [markdown]
 # PyTorch and the library do something else. Backward frees what forward has saved as it goes, so that memory falls. The
-# arrays for a second pass are gone then, and both refuse it with an error:
+# arrays for a second pass are gone then, and both refuse it with an error. (PyTorch's `retain_graph=True` keeps them.
+# Here, of two losses of one graph take the sum first.)
 
 # %%
 from chapters.support.caught import catcher
@@ -284,7 +285,8 @@ if comm.rank == 0:
 # %% [markdown]
 # A large step leaves the truncated terms, which are proportional to $\varepsilon^2$. A small step loses digits: the two
 # values of $f$ are almost equal, and their rounding errors are divided by $\varepsilon$. In float64 the error is least
-# near $10^{-5}$ or $10^{-6}$, about $10^{-10}$. A mistake in a formula is far above that for every step.
+# near $10^{-5}$ or $10^{-6}$, about $10^{-10}$. A mistake in a formula is far above that for every step. (In float32 no
+# step is better than about $10^{-4}$, so check in float64.)
 #
 # ## 1.3 Backward without recursion
 #
@@ -332,6 +334,11 @@ if comm.rank == 0:
 # %% [markdown]
 # Neither keeps the array of a computed input. So an array is freed as soon as neither the program nor a node needs it.
 # (NB: PyTorch's nodes are separate from tensors for the same reason.)
+#
+# What forward has saved must not change before backward reads it. PyTorch counts the versions of each tensor, and
+# refuses one that has changed. Here arrays are plain NumPy: nobody sees an assignment such as `x.data[...] = 0`, and
+# the gradient is wrong. The library sees the one case that training loops have, an optimizer that steps between a
+# forward and its backward, and refuses that backward.
 #
 # The backward pass is the loop of section 1.1. `reachable` counts the uses of the leaves only: nodes need no count,
 # because their order guarantees that all users come first. `run_backward` adds two things. It empties each node after

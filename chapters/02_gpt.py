@@ -443,7 +443,9 @@ if comm.rank == 0:
 # block 0's values), and seeds that depend on the rank.
 #
 # Here each parameter has a generator of its own. It is *counter-based* (Philox, Salmon et al. 2011): its $i$-th block
-# of random bits is a function of a key and $i$. The key is a hash of the seed and the parameter's name.
+# of random bits is a function of a key and $i$. The key is a hash of the seed and the parameter's name. Matrices are
+# drawn with GPT-2's deviation 0.02, and the two `c_proj` of a block with $0.02/\sqrt{2L}$, so that the $2L$ additions
+# to the residual stream do not make it grow with $L$.
 
 # %%
 import hashlib

@@ -508,9 +508,9 @@ if rank == 0:
     show(figures.plot_orders(differing, n), "03_orders")
 
 # %% [markdown]
-# None of these orders is more accurate than the others; they are different. What matters for training is that the
-# replicas agree, and that a run can be repeated. A *proof* that two programs train equally needs more: the same order
-# in both. That is what `ordered` is for (`--reduction ordered` in the trainer).
+# None of these orders is more accurate than the others; they are different, and each changes with $p$. What matters for
+# training is that the replicas agree, and that a run can be repeated. A *proof* that two programs train equally needs
+# more: the same order in both. That is what `ordered` is for (`--reduction ordered` in the trainer).
 #
 # ## 3.6 Every message is counted
 #

@@ -704,7 +704,14 @@ say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte (ln 256 = {math.log
 # grows with $d$. And there is less and less backward to hide it. So the efficiency, $T_1$ divided by $d$ times this
 # time, must fall, and the batch per rank runs out in the end. *Weak scaling* keeps the batch per rank and lets the
 # global batch grow. Then computation stays, and data parallelism scales until the batch is larger than training can use
-# (McCandlish et al. 2018, arXiv 1812.06162). For the model and network of 4.4 and a global batch of 64 samples:
+# (McCandlish et al. 2018, arXiv 1812.06162).
+#
+# With strong scaling the learning rate stays, since the step is the same. With weak scaling it should not: the mean
+# over $d$ times as many samples has less noise, and there are fewer steps for as many tokens. Common rules multiply the
+# rate by $d$ for SGD, after a warm-up (Goyal et al. 2017, arXiv 1706.02677), and by about $\sqrt d$ for Adam. Neither
+# PyTorch's wrapper nor minipar's does that: `--lr` is the rate that you get.
+#
+# For the model and network of 4.4 and a global batch of 64 samples:
 # backward is two thirds of the computation, and we assume that all of it can hide communication (no tail).
 #
 # **Predict**: with overlap 8 ranks reach an efficiency of 100 %. How much do 64 ranks reach?
@@ -810,6 +817,9 @@ if d > 1:  # with one rank there is nothing to forget
 # | overlap, always | always | `--overlap-grad-reduce`, `overlap_comm` |
 # | `register_post_accumulate_grad_hook` | the same name | |
 # | `no_sync` | `no_sync` | `no_sync_func` |
+# | zeros for parameters that a loss did not use | `find_unused_parameters=True`, else an error | |
+# | initial weights keyed by name | rank 0 broadcasts its own when DDP is made | a seed, or a checkpoint |
+# | `batches.batch(step, samples)` by rank | `DistributedSampler(rank=..., num_replicas=...)` | |
 # | `Bucket.gradient` | `gradient_as_bucket_view=True` | the contiguous gradient buffer |
 # | `all_reduce(..., async_op=True)`, `wait` | the same names in `torch.distributed` | |
 #

@@ -77,9 +77,18 @@ if rank == 0:
 
 
 # %%
+from itertools import chain, pairwise, product
+
+
 def naive_lists(p, m):
     """The actions of each rank in order, as (kind, microbatch, stage). Rank r has stage r."""
-    return [[(kind, i, r) for i in range(m) for kind in "FB"] for r in range(p)]
+    lists = []
+    for r in range(p):
+        actions = []
+        for i in range(m):
+            actions += [("F", i, r), ("B", i, r)]
+        lists.append(actions)
+    return lists
 
 
 def as_text(actions):
@@ -87,12 +96,15 @@ def as_text(actions):
 
 
 def library_lists(name, p, m):
-    return [[(a.kind, a.microbatch, a.stage) for a in actions] for actions in make(name, p, m).ranks]
+    lists = []
+    for actions in make(name, p, m).ranks:
+        lists.append([(action.kind, action.microbatch, action.stage) for action in actions])
+    return lists
 
 
 for r, actions in enumerate(naive_lists(3, 2)):
     say(f"rank {r}: {as_text(actions)}")
-SIZES = [(p, m) for p in range(1, 7) for m in range(1, 19)][rank::ranks]  # all sizes; each rank checks its share
+SIZES = list(product(range(1, 7), range(1, 19)))[rank::ranks]  # all p and m; each rank checks its share
 assert all(naive_lists(p, m) == library_lists("naive", p, m) for p, m in SIZES)
 
 # %% [markdown]
@@ -118,29 +130,37 @@ def needs(kind, i, s, last):
 
 def timed(lists, times):
     """The (start, end) of each action; times[kind] is the time of an action, and messages take none."""
-    last = max(s for actions in lists for _, _, s in actions)
-    slots, free, todo = {}, [0] * len(lists), [list(actions) for actions in lists]
+    last = max(s for _, _, s in chain(*lists))
+    slots = {}
+    free = [0] * len(lists)  # when each rank has done what it has begun
+    todo = [list(actions) for actions in lists]
     while any(todo):
         done = len(slots)
         for r, actions in enumerate(todo):
             while actions and all(need in slots for need in needs(*actions[0], last)):
                 action = actions.pop(0)
-                start = max([free[r], *(slots[need][1] for need in needs(*action, last))])
+                start = free[r]
+                for need in needs(*action, last):
+                    _, arrival = slots[need]
+                    start = max(start, arrival)
                 free[r] = start + times[action[0]]
-                slots[action] = start, free[r]
+                slots[action] = (start, free[r])
         assert len(slots) > done, "the ranks wait in a circle"
     return slots
 
 
 def idle(lists, times):
     """The time from the first action to the last, less the work of a rank, which is the same for each."""
-    return max(end for _, end in timed(lists, times).values()) - sum(times[kind] for kind, _, _ in lists[0])
+    total = max(end for _, end in timed(lists, times).values())
+    work = sum(times[kind] for kind, _, _ in lists[0])
+    return total - work
 
 
 # What F and B take, in eight cases: all claims about idle times below are checked with each.
 CASES = ((1, 2), (4, 8), (2, 4), (3, 7), (1, 5), (1, 4), (2, 9), (4, 7))
 TIMES = [{"F": f, "B": b} for f, b in CASES]
-assert all(idle(naive_lists(p, m), t) == (p - 1) * m * (t["F"] + t["B"]) for p, m in SIZES for t in TIMES)
+for (p, m), t in product(SIZES, TIMES):
+    assert idle(naive_lists(p, m), t) == (p - 1) * m * (t["F"] + t["B"])
 
 # %% [markdown]
 # In the naive schedule each microbatch goes down all ranks and back before the next one enters. An `F` takes the time
@@ -175,11 +195,17 @@ if rank == 0:
 
 # %%
 def gpipe_lists(p, m):
-    return [[("F", i, r) for i in range(m)] + [("B", i, r) for i in range(m)] for r in range(p)]
+    lists = []
+    for r in range(p):
+        forwards = [("F", i, r) for i in range(m)]
+        backwards = [("B", i, r) for i in range(m)]
+        lists.append(forwards + backwards)
+    return lists
 
 
 assert all(gpipe_lists(p, m) == library_lists("gpipe", p, m) for p, m in SIZES)
-assert all(idle(gpipe_lists(p, m), t) == (p - 1) * (t["F"] + t["B"]) for p, m in SIZES for t in TIMES)
+for (p, m), t in product(SIZES, TIMES):
+    assert idle(gpipe_lists(p, m), t) == (p - 1) * (t["F"] + t["B"])
 
 # %% [markdown]
 # Why $(p-1)(T_F+T_B)$? The last rank starts when the first forward has come through $p-1$ ranks, after $(p-1)T_F$, and
@@ -234,7 +260,6 @@ def one_f_one_b_lists(p, m):
 
 # %%
 from fractions import Fraction
-from itertools import pairwise
 
 from chapters.support.schedule_paths import MarkedPath, plot_paths
 from minipar.parallel.pipeline.actions import Durations
@@ -243,11 +268,15 @@ from minipar.parallel.pipeline.actions import Durations
 def longest_path(lists, slots):
     """The chain that ends with the last action, and in which each action begins when the one before it ends."""
     last = max(s for _, _, s in slots)
-    before = {b: a for actions in lists for a, b in pairwise(actions)}  # on the same rank
+    before = {}  # for each action the one before it on the same rank
+    for actions in lists:
+        before |= {after: action for action, after in pairwise(actions)}
     path = [max(slots, key=lambda action: slots[action][1])]
-    while slots[path[0]][0] > 0:
+    start, _ = slots[path[0]]
+    while start > 0:
         waited_for = [before.get(path[0]), *needs(*path[0], last)]
-        path.insert(0, next(a for a in waited_for if a in slots and slots[a][1] == slots[path[0]][0]))
+        path.insert(0, next(action for action in waited_for if action in slots and slots[action][1] == start))
+        start, _ = slots[path[0]]
     return path
 
 
@@ -338,8 +367,12 @@ from chapters.support.pipeline_runs import PipelineRuns, gradients_on_one_device
 
 def run_list(pipe, lists, weights, batch, blocking=False):
     """Do this rank's list. Return the gradient of its weight, added over all microbatches in their order."""
-    x, y, sent, r, m = {}, {}, [], pipe.rank, len(batch)
-    weight, d_weight = weights[r], np.zeros_like(weights[r])
+    r = pipe.rank
+    m = len(batch)
+    x, y = {}, {}  # by microbatch
+    sent = []
+    weight = weights[r]
+    d_weight = np.zeros_like(weight)
 
     def send(array, peer, tag):
         sent.append(pipe.isend(array, peer, tag))  # starts to send
@@ -356,7 +389,9 @@ def run_list(pipe, lists, weights, batch, blocking=False):
             if r < pipe.size - 1:
                 send(y[i], r + 1, i)
         if kind == "B":
-            dy = (y[i] if r == pipe.size - 1 else receive(r + 1, m + i)) * (1 - y[i] ** 2)
+            is_last = r == pipe.size - 1
+            gradient = y[i] if is_last else receive(r + 1, m + i)
+            dy = gradient * (1 - y[i] ** 2)
             if r > 0:
                 send(dy @ weight.T, r - 1, m + i)
             d_weight += x.pop(i).T @ dy
@@ -394,7 +429,8 @@ if rank == 0:
     show_source(PipelineExecutor.run, PipelineExecutor._message)
 for name in ("naive", "gpipe", "1f1b"):
     schedule = make(name, stages, microbatches)
-    report, run = check(schedule), runs.train(name)
+    report = check(schedule)
+    run = runs.train(name)
     assert run.verdict.passed, run.verdict.line
     listed = report.sends[pipe.rank], report.peak_activations[pipe.rank]
     assert stages == 1 or (run.messages, run.peak_alive) == listed
@@ -422,7 +458,10 @@ from minipar.parallel.pipeline.actions import parse_action
 
 def written(*lists):
     """A schedule from text, one string per rank."""
-    return Schedule.of("by hand", [[parse_action(action) for action in actions.split()] for actions in lists])
+    parsed = []
+    for actions in lists:
+        parsed.append([parse_action(action) for action in actions.split()])
+    return Schedule.of("by hand", parsed)
 
 
 by_hand = ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1")
@@ -543,7 +582,9 @@ for what, lists in mistakes.items():
     say(f"{what}\n     check: {refusal(check, written(*lists))}")
 for what, kind in (("3. counted twice", train_pipelines.CountsTwice), ("4. dropped", train_pipelines.DropsTied)):
     run = runs.train("1f1b", kind=kind)
-    assert stages == 1 or (run.verdict.passed, run.losses[0] == right[0]) == (False, what == "4. dropped")
+    if stages > 1:
+        assert not run.verdict.passed
+        assert (run.losses[0] == right[0]) == (what == "4. dropped")
     say(f"{what}: losses {run.losses[0]:.4f}, {run.losses[1]:.4f}\n     {run.verdict.line}")
 reveal("caught by check", [int(what[0]) for what in mistakes if what[0] != " "], say)
 
@@ -599,7 +640,8 @@ reveal("caught by check", [int(what[0]) for what in mistakes if what[0] != " "],
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 assert [simulate(make("1f1b", 8, m)).bubble_fraction for m in (63, 64)] == [Fraction(1, 10), Fraction(7, 71)]
-assert [peak(k, 3, recompute) for k in (32, 4) for recompute in (False, True)] == [2161, 124.125, 274.5, 40.125]
+assert [peak(32, 3, recompute) for recompute in (False, True)] == [2161, 124.125]
+assert [peak(4, 3, recompute) for recompute in (False, True)] == [274.5, 40.125]
 head_in_blocks = 2 * 768 * 50257 / (24 * 768**2 + 4 * 1024 * 768)
 assert round(head_in_blocks, 2) == 4.46 and round(1 - (12 + head_in_blocks) / 8 / head_in_blocks, 2) == 0.54
 say("the answers hold")

@@ -83,6 +83,8 @@ if rank == 0:
 # `timed` and `idle` are those of 7.1. Here they come from a file, in which they also know `I` and `W`.
 
 # %%
+from itertools import product
+
 from chapters.support.schedule_lists import idle, library_lists, timed
 
 
@@ -90,12 +92,19 @@ def interleaved_lists(p, m, v=2):
     groups = [range(first, min(first + p, m)) for first in range(0, m, p)]
     lists = []
     for r in range(p):
-        forwards = [("F", i, turn * p + r) for group in groups for turn in range(v) for i in group]
-        backwards = [("B", i, turn * p + r) for group in groups for turn in reversed(range(v)) for i in group]
+        stages = range(r, v * p, p)  # of this rank, the first one first
+        forwards = []
+        backwards = []
+        for group in groups:
+            for s in stages:
+                forwards += [("F", i, s) for i in group]
+            for s in reversed(stages):
+                backwards += [("B", i, s) for i in group]
         ahead = min((v - 1) * p + 2 * (p - 1 - r), m * v)
         actions = forwards[:ahead]
         for k in range(m * v):
-            actions += forwards[ahead + k : ahead + k + 1]  # none is left in the cool-down
+            if ahead + k < m * v:  # afterwards only backwards are left: the cool-down
+                actions.append(forwards[ahead + k])
             actions.append(backwards[k])
         lists.append(actions)
     return lists
@@ -105,7 +114,7 @@ def interleaved_lists(p, m, v=2):
 CASES = ((1, 1, 1), (4, 5, 3), (2, 3, 1), (3, 2, 5), (1, 3, 2), (1, 1, 3), (2, 3, 6), (4, 1, 6))
 TIMES = [{"F": f, "I": i, "W": w, "B": i + w} for f, i, w in CASES]
 EQUAL, REAL = TIMES[:2]  # 4, 5, 3 is nearer to real layers: see 8.7
-SIZES = [(p, m) for p in range(1, 7) for m in range(1, 19)][rank::ranks]  # all sizes; each rank checks its share
+SIZES = list(product(range(1, 7), range(1, 19)))[rank::ranks]  # all p and m; each rank checks its share
 for p, m in SIZES:
     if m % p == 0:
         assert interleaved_lists(p, m) == library_lists("interleaved-1f1b", p, m)
@@ -192,7 +201,8 @@ from minipar.parallel.pipeline.stage import PipelineStage
 
 x, dy, first, second = np.random.default_rng(3).normal(size=(4, 16, 16))
 between = x @ first  # y = between @ second
-queue, gradient = [], dy
+queue = []
+gradient = dy
 for kept, weight in ((between, second), (x, first)):  # I, from the last layer to the first
     queue.append(partial(np.matmul, kept.T, gradient))  # keeps this layer's x and dy alive
     gradient = gradient @ weight.T
@@ -262,17 +272,18 @@ def zero_bubble_lists(p, m, depth):
 
 
 # %%
-reveal(
-    "idle units of 1F1B, ZB-H1 and ZB-H2", [idle(library_lists(n, 4, 7), REAL) for n in ("1f1b", "zb-h1", "zb-h2")], say
-)
-for p, m in SIZES:
-    for k in (1, 2):
-        lists = zero_bubble_lists(p, m, k)
-        assert lists == library_lists(f"zb-h{k}", p, m)
-        held = [max(np.cumsum([{"F": 1, "I": 0, "W": -1}[kind] for kind, _, _ in actions])) for actions in lists]
-        assert m <= k * (p - 1) or held == [k * (p - 1) + 1] * p  # counted until W
-        for t in TIMES if m > k * (p - 1) else []:
-            f, i, w = (t[kind] for kind in "FIW")
+three = [idle(library_lists(name, 4, 7), REAL) for name in ("1f1b", "zb-h1", "zb-h2")]
+reveal("idle units of 1F1B, ZB-H1 and ZB-H2", three, say)
+taken = {"F": 1, "I": 0, "W": -1}  # activations that an action takes, or gives back, counted until W
+for (p, m), k in product(SIZES, (1, 2)):
+    lists = zero_bubble_lists(p, m, k)
+    assert lists == library_lists(f"zb-h{k}", p, m)
+    if m > k * (p - 1):
+        for actions in lists:
+            held = np.cumsum([taken[kind] for kind, _, _ in actions])
+            assert max(held) == k * (p - 1) + 1
+        for t in TIMES:
+            f, i, w = t["F"], t["I"], t["W"]
             assert idle(lists, t) == (p - 1) * max(f, f + i - k * w, i - (k - 1) * f)
 
 # %% [markdown]
@@ -383,9 +394,9 @@ for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items(
 # **DualPipeV** (DeepSeek-V3, 2412.19437) overlaps a forward with a backward on the same V, in pairs such as
 # `(0F5;7B1)OVERLAP_F_B`: one half computes while the other communicates, which hides the all-to-alls of experts. It
 # needs $m \ge 2p$, and idles $(p-1)(T_{F\&B} + T_B - 3T_W)$, with the times of one stage and $T_{F\&B}$ that of a pair.
-# (We quote the formula; the simulator agrees.) With equal times, and no gain from the overlap, the pair takes 3 units.
-# So with $p = 4$ and $m = 8$ a rank idles for $3 \cdot (3+2-3) = 6$ of 54 units: the 1/9 of 8.5. In the second picture
-# `F` and `I` have a growing share of all-to-alls.
+# With equal times, and no gain from the overlap, the pair takes 3 units. So with $p = 4$ and $m = 8$ a rank idles for
+# $3 \cdot (3+2-3) = 6$ of 54 units: the 1/9 of 8.5. In the second picture `F` and `I` have a growing share of
+# all-to-alls.
 
 # %%
 assert all(idle(library_lists("zbv", p, m), EQUAL) == p - 1 for p, m in SIZES if m >= 2 * p - 1)  # times of a half
@@ -394,6 +405,67 @@ if rank == 0:
     show(figures.plot_overlap(4, 16), "08_overlap")
 
 # %% [markdown]
+# ### Where DualPipeV's idle time comes from
+#
+# *Deeper, 8 minutes.*
+#
+# Look at the last rank, which has the two stages at the bottom of the V. It idles in three places. In each it loses the
+# same time $p-1$ times, once for each rank above it:
+#
+# - **Before its first action.** Microbatch 0 comes down through $p-1$ ranks, an `F` on each.
+# - **When its own forwards are done.** It has only backwards left, two for each microbatch, which take $2T_B$. Their
+#   gradients start at the top of the V, on rank 0, which has pairs left. It does a `B` and a pair for each microbatch,
+#   and takes $T_B + T_{F\&B}$. So the last rank waits for the difference, $T_{F\&B} - T_B$, each time. It waits $p-1$
+#   times: rank 0 is $p-1$ forwards behind.
+# - **After its last action.** Its last gradient climbs through $p-1$ ranks, an `I` on each, and then rank 0 does one
+#   `W`: $(p-1)T_I + T_W$. Meanwhile the last rank does the $p$ `W` that it has put off. So it ends $(p-1)(T_I - T_W)$
+#   earlier.
+#
+# The paper writes $T_B - T_W$ for $T_I$, and supposes that $T_F$ is as long:
+#
+# | idle on the last rank | $p-1$ times | if $T_F = T_I = T_B - T_W$ |
+# | --- | --- | --- |
+# | before its first action | $T_F$ | $T_B - T_W$ |
+# | between its backwards | $T_{F\&B} - T_B$ | $T_{F\&B} - T_B$ |
+# | after its last action | $T_I - T_W$ | $T_B - 2T_W$ |
+# | together | $T_{F\&B} + T_F - 2T_W$ | $T_{F\&B} + T_B - 3T_W$ |
+#
+# So one of the three $T_W$ is in the `F` at the start, and two are at the end. If $T_F$ is longer than $T_I$, the sum
+# in the middle column is right and the published one is too small. Here are the idle times in the simulator, for
+# $T_W \le T_I \le T_F$ (the last line has a longer $T_F$):
+
+# %%
+from itertools import pairwise
+
+
+def waits(line):
+    """Return how long the last rank is idle: at first, before each action that must wait, and in the end."""
+    slots = line.ranks[-1]
+    gaps = [after.start - before.end for before, after in pairwise(slots)]
+    return slots[0].start, [gap for gap in gaps if gap > 0], line.makespan - slots[-1].end
+
+
+for p, f, i, w, exchange in ((4, 4, 4, 3, 0), (2, 5, 5, 2, 1), (3, 6, 6, 6, 2), (5, 7, 7, 1, 0), (4, 5, 4, 3, 0)):
+    schedule = make("dualpipev", p, 2 * p + 1)
+    assert check(schedule).peak_activations == [2 * p + 1] * p
+    line = simulate(schedule, Durations(f, i, w, exchange=exchange))  # a pair hides its exchanges, the all-to-alls
+    pair = max(slot.end - slot.start for slot in line.ranks[0])
+    b = i + w
+    first, between, last = waits(line)
+    assert (first, between, last) == ((p - 1) * f, (p - 1) * [pair - b], (p - 1) * (i - w))
+    idle_time = first + sum(between) + last
+    assert idle_time == (p - 1) * (pair + f - 2 * w)
+    assert (idle_time == (p - 1) * (pair + b - 3 * w)) == (f == i)
+    say(f"p {p}; F {f}, B {b}, W {w}, F&B {pair}: idle {first} at first, {between} between, {last} in the end")
+
+# %% [markdown]
+# (DeepSeek counts stages: PP is our $2p$, so $PP/2 - 1 = p - 1$. Its first form, DualPipe, has PP ranks and no V. There
+# two ranks hold the same two stages, and microbatches come from both ends. DualPipeV is one half of that, and as idle.)
+#
+# **Activations.** Before its first backward rank $r$ does $2(p-1-r)$ forwards of its first stage and $r+1$ of each of
+# its two. These are $2p$ activations on every rank. From then on each forward has a backward beside it. But in a pair
+# the forward begins before the backward has ended, so for a moment one more is alive: $2p + 1$, the paper's PP + 1.
+#
 # ## 8.5 Memory against bubble
 #
 # *Core, 4 minutes.*
@@ -449,7 +521,8 @@ say(f"three schedules on {stages} ranks, m = {len(batch)}: the gradients of one 
 
 # %%
 for name in ("interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"):
-    report, run = check(make(name, stages, microbatches)), runs.train(name)
+    report = check(make(name, stages, microbatches))
+    run = runs.train(name)
     assert run.verdict.passed, run.verdict.line
     listed = report.sends[pipe.rank], report.peak_activations[pipe.rank]
     assert stages == 1 or (run.messages, run.peak_alive) == listed
@@ -474,7 +547,8 @@ for name in ("interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"):
 
 # %%
 if rank == 0:
-    h, lengths = 4096, [1024 * k for k in range(1, 17)]
+    h = 4096
+    lengths = [1024 * k for k in range(1, 17)]
     linear = 24 * h**2  # operations per token
     operations = {"F": [linear + 4 * T * h for T in lengths], "I": [linear + 8 * T * h for T in lengths]}
     show(figures.plot_operations(lengths, operations | {"W": [linear] * len(lengths)}), "08_operations")
@@ -495,7 +569,8 @@ if rank == 0:
     from chapters.support.pipeline_runs import CLOCK_SHAPE
 
     T, h, V = (CLOCK_SHAPE[key] for key in ("seq_len", "hidden", "vocabulary"))
-    N, message = 1 * T, 50_000  # a microbatch is one sample
+    N = 1 * T  # a microbatch is one sample
+    message = 50_000  # operations
     block = {"F": 24 * N * h**2 + 4 * N * T * h, "I": 24 * N * h**2 + 8 * N * T * h, "W": 24 * N * h**2}
     head = dict.fromkeys("FIW", 2 * N * h * V)
     for name in SCHEDULES:
@@ -579,13 +654,7 @@ predict("bits differ", ...)  # and which of the others give other bits
 
 # %%
 from chapters.support.pipeline_runs import refusal
-from minipar.parallel.pipeline.actions import Schedule, parse_action
-
-
-def written(*lists):
-    """A schedule from text, one string per rank."""
-    return Schedule.of("by hand", [[parse_action(action) for action in actions.split()] for actions in lists])
-
+from chapters.support.schedule_lists import written
 
 say("1. forgotten:", refusal(check, written("0F0 0I0 0W0", "1F0 1I0")))
 say("2. too early:", refusal(check, written("0F0 0W0 0I0", "1F0 1I0 1W0")))
@@ -665,7 +734,8 @@ assert simulate(make("1f1b", 8, 64)).bubble_fraction == Fraction(7, 71)
 assert idle(interleaved_lists(8, 32), EQUAL) == 7 * 3  # beside 64 stages of 3 each: 7/71
 assert [idle(library_lists(name, 8, 16), REAL) for name in ("1f1b", "zb-h1")] == [84, 42]
 assert Fraction(84, 192 + 84) / Fraction(42, 192 + 42) == Fraction(39, 23)
-assert [[kind for kind, _, _ in actions].index("B") for actions in interleaved_lists(4, 8, 3)] == [15, 13, 11, 9]
+for actions, ahead in zip(interleaved_lists(4, 8, 3), (14, 12, 10, 8), strict=True):
+    assert [kind for kind, _, _ in actions].index("B") == ahead + 1  # the steady state begins with a forward, too
 assert sum(check(make("interleaved-1f1b", 4, 8, 3)).sends) == 176
 assert all(idle(zero_bubble_lists(4, 8, 1), t) == 3 * max(t["F"], t["I"]) for t in TIMES[5:])  # T_W > T_F + T_I
 assert [idle(split_lists([4, 3, 2, 0], [0, 1, 2, last], 8), REAL) for last in (3, 4, 5, 6)] == [18, 15, 13, 13]

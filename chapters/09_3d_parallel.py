@@ -253,7 +253,7 @@ if rank == 0:
     show(layout_figures.plot_layouts(eight.curves(runs), one_device, limit), "09_layouts")
 
 # %% [markdown]
-# Above, the symbols lie on one another. Below is what is left between them, in the parameters: rounding, about
+# Above, the symbols lie on one another. Below is what is left between them, in the parameters: rounding, less than
 # $10^{-13}$ of a layer's largest value after five steps, where $2.1\cdot10^{-11}$ is allowed. It has two causes. The
 # single device here takes the batch at once; the layouts cut it into parts and add those. And tp splits the sums inside
 # the products (chapter 6). dp 8 without ZeRO and with stage 3 have the same bits.

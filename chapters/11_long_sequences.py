@@ -537,6 +537,10 @@ if rank == 0:
 # without further messages. In backward it gathers them again, computes terms of the gradients of *all* keys and values,
 # and a reduce-scatter sums them and leaves each rank its own. That is simple, works with any mask, and needs memory for
 # all keys and values of one layer, $2 N h_{kv}$ values; and nothing hides the gathering.
+#
+# One such mask is that of *packed documents*: several short ones fill a sample, and a token sees its own document only.
+# The scores are then a triangle for each document, and zig-zag is no longer even. Megatron-LM therefore cuts *each
+# document* into $2c$ chunks. minipar has no such mask: its tokens see the documents before their own, too.
 
 
 # %%

@@ -67,29 +67,43 @@ if rank == 0:
 # 2401.04088) is a Llama in which each layer has $E = 8$ MLPs, and each token goes to $k = 2$ of them.
 #
 # Count its parameters. A token has $h$ elements, its keys $h_{kv}$, and an expert $f$ inner ones. A layer has
-# $h(2h + 2h_{kv})$ parameters in attention, $3hf$ in each expert (a gated MLP: gate, up and down), $hE$ in the router
-# and $2h$ in its norms. Around the $L$ layers are the embedding and the head, for a vocabulary of $V$ tokens, and one
-# norm more:
+#
+# - $h(2h + 2h_{kv})$ parameters in attention: queries and output, keys and values,
+# - $3hf$ in each expert, a gated MLP with three matrices: gate, up and down,
+# - $hE$ in the router, and $2h$ in its two norms.
+#
+# Around the $L$ layers are the embedding and the head, for a vocabulary of $V$ tokens, and one norm more. We count
+# twice. With all $E$ experts of a layer these are the parameters that the model *has*, and must keep. With $k$ experts
+# they are those that one token *uses*. The router is whole in both: it must look at all experts to choose.
 
 # %%
 from minipar.nn import Mixtral, MixtralConfig
 
-V, h, f, L, E, k, h_kv = 32_000, 4096, 14_336, 32, 8, 2, 1024
+L, V = 32, 32_000  # layers; tokens in the vocabulary
+h, h_kv, f = 4096, 1024, 14_336  # elements of a token, of its keys, and inside an expert
+E, k = 8, 2  # experts of a layer, and those that a token goes to
 
 
 def count(experts):
-    """Return the parameters of a Mixtral with so many experts for each token to use."""
-    layer = h * (2 * h + 2 * h_kv) + experts * 3 * h * f + h * E + 2 * h
-    return L * layer + 2 * V * h + h
+    """Return the parameters of a Mixtral, counting so many of the experts in each layer."""
+    attention = h * (2 * h + 2 * h_kv)
+    each_expert = 3 * h * f
+    router = h * E
+    norms = 2 * h
+    layer = attention + experts * each_expert + router + norms
+    return L * layer + 2 * V * h + h  # with the embedding, the head and the last norm
 
 
-total, active = count(E), count(k)
-assert (total, active) == (46_702_792_704, 12_879_925_248)
-assert total == MixtralConfig().parameters and active == MixtralConfig().active_parameters
-say(f"Mixtral 8x7B has {total / 1e9:.1f} billion parameters, and a token uses {active / 1e9:.1f} billion of them")
-say(f"in experts: {L * E * 3 * h * f / total:.1%} of all; operations of a dense model as large: {total / active:.1f}x")
-assert round(total / active, 1) == 3.6 and round(100 * L * E * 3 * h * f / total, 1) == 96.6
-assert round(16 * total / 1e9) == 747 and round(16 * (total - L * E * 3 * h * f) / 1e9) == 26  # GB, below
+has = count(E)
+uses = count(k)
+in_experts = L * E * 3 * h * f
+assert (has, uses) == (46_702_792_704, 12_879_925_248)
+assert (has, uses) == (MixtralConfig().parameters, MixtralConfig().active_parameters)
+say(f"Mixtral 8x7B has {has / 1e9:.1f} billion parameters, and a token uses {uses / 1e9:.1f} billion of them")
+say(f"{in_experts / has:.1%} of all parameters are in experts")
+say(f"a model without experts that has as many parameters needs {has / uses:.1f} times the operations")
+assert round(has / uses, 1) == 3.6 and round(100 * in_experts / has, 1) == 96.6
+assert round(16 * has / 1e9) == 747 and round(16 * (has - in_experts) / 1e9) == 26  # GB, below
 
 # %% [markdown]
 # (Not $8 \cdot 7 = 56$: attention exists once.) Whoever serves this model pays the operations of a model of 12.9
@@ -140,7 +154,8 @@ def route_backward(z, chosen, weights, dweights):
     return dz
 
 
-E, k, h, f = P * -(-8 // P), 2, 8, 10  # from here on small; the least multiple of P that is 8 or more
+E = P * -(-8 // P)  # from here on all is small: the least multiple of P that is 8 or more
+k, h, f = 2, 8, 10
 random = np.random.default_rng(12)
 N = [7 + r % 3 for r in range(P)]  # the ranks hold 7, 8, 9, 7, ... tokens
 x, dy = random.normal(size=(2, sum(N), h))  # of all ranks: tokens, and the gradients of their results
@@ -172,7 +187,8 @@ moved = np.linspace(-3, 3, 601)
 logits = np.stack([np.full(601, 1.0), np.full(601, 0.5), moved, np.full(601, -1.0)], axis=1)
 results = np.array([1.0, -1.0, 2.0, 0.0])
 who, by = route(logits, 2)
-by_expert, slopes = np.zeros((601, 4)), route_backward(logits, who, by, results[who])[:, 2]
+slopes = route_backward(logits, who, by, results[who])[:, 2]
+by_expert = np.zeros((601, 4))
 np.put_along_axis(by_expert, who, by, axis=1)
 y = by_expert @ results
 assert not slopes[moved < 0.5 - 1e-9].any() and slopes[moved > 0.5 + 1e-9].all()
@@ -214,7 +230,9 @@ def backward(x, gate, up, down, dy):
 def layer_by_token(matrices, x, chosen, weights, dy):
     """Return the layer's result, and the gradients of all experts, for dy, the gradient of the result."""
     y = np.zeros_like(x)
-    gradients = [[np.zeros_like(matrix) for matrix in expert] for expert in matrices]
+    gradients = []
+    for expert in matrices:
+        gradients.append([np.zeros_like(matrix) for matrix in expert])
     for t in range(len(x)):
         row = x[t : t + 1]  # (1, h)
         for e, w in zip(chosen[t], weights[t], strict=True):
@@ -225,7 +243,9 @@ def layer_by_token(matrices, x, chosen, weights, dy):
     return y, gradients
 
 
-matrices = [tuple(random.normal(size=size) / h**0.5 for size in ((h, f), (h, f), (f, h))) for _ in range(E)]
+matrices = []
+for _ in range(E):
+    matrices.append(tuple(random.normal(size=size) / h**0.5 for size in ((h, f), (h, f), (f, h))))
 looped, looped_gradients = layer_by_token(matrices, x, chosen, weights, dy)
 
 # %% [markdown]
@@ -671,7 +691,8 @@ if rank == 0:
 
 # %%
 first, times_p = (runs[name]["norms"][0] for name in ("nothing broken", "1. experts times P"))
-share, of_parameters = ((times_p / first) ** 2 - 1) / 3, mistakes.share_of_parameters()
+share = ((times_p / first) ** 2 - 1) / 3
+of_parameters = mistakes.share_of_parameters()
 assert share < 0.002 and of_parameters > 0.95
 say(f"experts have {of_parameters:.0%} of the parameters, and at first {share:.1%} of the squared norm")
 
@@ -811,7 +832,8 @@ def dropped(load, F):
 
 for F in (1.0, 1.25, 2.0, 4.0):
     C = int(np.ceil(F * len(x) * k / E))
-    stays, rows = kept(chosen, C), np.bincount(chosen.reshape(-1), minlength=E)
+    stays = kept(chosen, C)
+    rows = np.bincount(chosen.reshape(-1), minlength=E)
     assert (np.bincount(chosen[stays], minlength=E) == np.minimum(rows, C)).all()
     moe = Mixtral(config, dtype="float64").model.layers[0].block_sparse_moe
     fill(moe, matrices)
@@ -870,7 +892,8 @@ if rank == 0:
         say(f"{name:<14} {p.layout}: {p.memory.total / 1e9:.0f} GB, {p.time.total:.1f} s, ep {p.time.ep:.2f} s of it")
     assert [(p.layout.ep, p.layout.tp, p.layout.pp) for p in best.values()] == [(8, 1, 2), (1, 2, 4), (1, 1, 1)]
     assert best["anything"].time.total < best["no ep"].time.total < best["no ep, tp, pp"].time.total
-    rows, counts = 4 * 2 * 1024 * 4096 // 32 * 4096 * 7 // 8 * 2, 7 * 8 * 32  # bytes per layer; 32 microbatches
+    rows = 4 * 2 * 1024 * 4096 // 32 * 4096 * 7 // 8 * 2  # bytes per layer
+    counts = 7 * 8 * 32  # bytes per layer, in 32 microbatches
     assert best["anything"].volume.ep == 16 * (rows + counts)
 comm.barrier()
 

@@ -112,7 +112,8 @@ def animate(op: str, algorithm: str, title: str, ranks: int = 4) -> tuple[Pictur
         axes.clear()
         number, step = divmod(frame, MOVING + RESTING)
         share = min(step / (MOVING - 1), 1.0) if number < rounds else 1.0
-        shown = history[min(number + (share == 1.0), rounds)]
+        finished = number + 1 if share == 1.0 else number
+        shown = history[min(finished, rounds)]
         for rank in range(ranks):
             for chunk in range(ranks):
                 cell(chunk, -rank, 0.86, shown[rank][chunk], INK, 2)

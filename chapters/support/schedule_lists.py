@@ -1,13 +1,14 @@
 """The functions of chapter 7 that work on lists of actions, and what `I` and `W` add to them, for chapter 8.
 
-`as_text`, `library_lists`, `timed`, `idle` and `longest_path` are those of chapter 7 (a test compares them). `needs`
-and `run_list` know `I` and `W` too, the two halves of a backward.
+`as_text`, `library_lists`, `timed`, `idle`, `longest_path` and `written` are those of chapter 7 (a test compares
+them). `needs` and `run_list` know `I` and `W` too, the two halves of a backward.
 """
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
+from minipar.parallel.pipeline.actions import Schedule, parse_action
 from minipar.parallel.pipeline.schedules import make
 
 
@@ -16,7 +17,10 @@ def as_text(actions):
 
 
 def library_lists(name, p, m):
-    return [[(a.kind, a.microbatch, a.stage) for a in actions] for actions in make(name, p, m).ranks]
+    lists = []
+    for actions in make(name, p, m).ranks:
+        lists.append([(action.kind, action.microbatch, action.stage) for action in actions])
+    return lists
 
 
 def needs(kind, i, s, last):
@@ -30,34 +34,53 @@ def needs(kind, i, s, last):
 
 def timed(lists, times):
     """The (start, end) of each action; times[kind] is the time of an action, and messages take none."""
-    last = max(s for actions in lists for _, _, s in actions)
-    slots, free, todo = {}, [0] * len(lists), [list(actions) for actions in lists]
+    last = max(s for _, _, s in chain(*lists))
+    slots = {}
+    free = [0] * len(lists)  # when each rank has done what it has begun
+    todo = [list(actions) for actions in lists]
     while any(todo):
         done = len(slots)
         for r, actions in enumerate(todo):
             while actions and all(need in slots for need in needs(*actions[0], last)):
                 action = actions.pop(0)
-                start = max([free[r], *(slots[need][1] for need in needs(*action, last))])
+                start = free[r]
+                for need in needs(*action, last):
+                    _, arrival = slots[need]
+                    start = max(start, arrival)
                 free[r] = start + times[action[0]]
-                slots[action] = start, free[r]
+                slots[action] = (start, free[r])
         assert len(slots) > done, "the ranks wait in a circle"
     return slots
 
 
 def idle(lists, times):
     """The time from the first action to the last, less the work of a rank, which is the same for each."""
-    return max(end for _, end in timed(lists, times).values()) - sum(times[kind] for kind, _, _ in lists[0])
+    total = max(end for _, end in timed(lists, times).values())
+    work = sum(times[kind] for kind, _, _ in lists[0])
+    return total - work
 
 
 def longest_path(lists, slots):
     """The chain that ends with the last action, and in which each action begins when the one before it ends."""
     last = max(s for _, _, s in slots)
-    before = {b: a for actions in lists for a, b in pairwise(actions)}  # on the same rank
+    before = {}  # for each action the one before it on the same rank
+    for actions in lists:
+        before |= {after: action for action, after in pairwise(actions)}
     path = [max(slots, key=lambda action: slots[action][1])]
-    while slots[path[0]][0] > 0:
+    start, _ = slots[path[0]]
+    while start > 0:
         waited_for = [before.get(path[0]), *needs(*path[0], last)]
-        path.insert(0, next(a for a in waited_for if a in slots and slots[a][1] == slots[path[0]][0]))
+        path.insert(0, next(action for action in waited_for if action in slots and slots[action][1] == start))
+        start, _ = slots[path[0]]
     return path
+
+
+def written(*lists):
+    """A schedule from text, one string per rank."""
+    parsed = []
+    for actions in lists:
+        parsed.append([parse_action(action) for action in actions.split()])
+    return Schedule.of("by hand", parsed)
 
 
 def run_list(pipe, lists, weights, batch):

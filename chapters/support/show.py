@@ -103,11 +103,13 @@ def print_headings() -> None:
 
 def headings(script: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the printed form of each heading in a script's markdown cells, the title with its question."""
-    lines, markdown = script.splitlines(), False
+    lines = script.splitlines()
+    markdown = False
     for number, line in enumerate(lines, start=1):
         if line.startswith("# %%"):
             markdown = "[markdown]" in line
-        elif markdown and (heading := re.match("# (#{1,3}) (.*)", line)):
+        heading = re.match("# (#{1,3}) (.*)", line)
+        if markdown and heading:
             text = _plain(heading[2])
             question = takewhile(lambda line: line != "#", lines[number + 1 :]) if heading[1] == "#" else ()
             yield number, "\n".join(["", text, UNDERLINES[heading[1]] * len(text), *map(_plain, question)])

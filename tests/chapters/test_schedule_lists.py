@@ -13,7 +13,7 @@ from minipar.comm import run_local
 from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import make
 
-SHARED = {"as_text", "library_lists", "timed", "idle", "longest_path"}
+SHARED = {"as_text", "library_lists", "timed", "idle", "longest_path", "written"}
 
 
 def functions(path):

@@ -54,7 +54,8 @@ def grade(solution):
                     "array in its place is not seen": before,
                 }
                 expect(values, right[step], where, mistakes)
-                if size % ranks == 0 and sent != (fewest := 2 * size * (ranks - 1) // ranks):
+                fewest = 2 * size * (ranks - 1) // ranks
+                if size % ranks == 0 and sent != fewest:
                     raise Hint(
                         f"{where}: it sends {sent} elements, expected {fewest}: reduce-scatter the gradient and "
                         "all-gather the parameters; an all-reduce of the gradient is too much"

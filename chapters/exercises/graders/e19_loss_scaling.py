@@ -41,7 +41,11 @@ def grade(solution):
                 total = gradients.astype(np.float32).sum(axis=0)
             is_good = bool(np.isfinite(total).all())
             next_good = 0 if not is_good or good == 1999 else good + 1
-            next_scale = scale / 2 if not is_good else 2 * scale if good == 1999 else scale
+            next_scale = scale
+            if not is_good:
+                next_scale = scale / 2
+            elif good == 1999:
+                next_scale = 2 * scale
             for rank, result in enumerate(on_ranks(solution, ranks, program)):
                 where = f"rank {rank} of {ranks}, {name}"
                 require(isinstance(result, tuple) and len(result) == 3, f"{where}: return master, scale and good steps")

@@ -92,7 +92,8 @@ def _draw_edge(axes: Axes, user: tuple[float, float], used: tuple[float, float],
         start, end, bend = (x1 - WIDTH / 2, 0.0), (x2 + WIDTH / 2, 0.0), 0.0
         spot = ((start[0] + end[0]) / 2, 0.0)
     else:
-        start, end, bend = (x1, -HEIGHT / 2), (x2 + 0.25 * (x1 > x2) * WIDTH, y2 + HEIGHT / 2), 0.0
+        aside = 0.25 * WIDTH if x1 > x2 else 0.0
+        start, end, bend = (x1, -HEIGHT / 2), (x2 + aside, y2 + HEIGHT / 2), 0.0
         spot = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
     arrow = f"arc3,rad={bend}"
     look = {"arrowstyle": "-|>", "mutation_scale": 12, "color": VERMILION}

@@ -77,8 +77,12 @@ def draw_tree(levels: int) -> Picture:
                 for shift, colour, style in ((-0.07, BLUE, "<|-"), (0.07, VERMILION, "-|>")):
                     look = {"arrowstyle": style, "color": colour, "shrinkA": 12, "shrinkB": 12}
                     axes.annotate("", (x + shift, level), (parent + shift, level - 1), arrowprops=look)
-            is_leaf = level == levels - 1
-            sends = "n" if is_leaf else "2n" if level == 0 else "3n"
+            if level == levels - 1:
+                sends = "n"  # a leaf
+            elif level == 0:
+                sends = "2n"  # the root
+            else:
+                sends = "3n"
             box(
                 axes, (x - 0.42, level - 0.2), (0.84, 0.4), PAPER, f"rank {number}: {sends}", edgecolor=INK, va="center"
             )

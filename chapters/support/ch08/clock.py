@@ -51,11 +51,18 @@ def stage_durations(block: Mapping[str, int], head: Mapping[str, int], stages: i
 
     The cuts are the trainer's: as equal as whole blocks allow. B is the sum of I and W.
     """
-    table, costs = {}, [0, *[block["F"]] * CLOCK_SHAPE["layers"], head["F"]]
+    costs = [0, *[block["F"]] * CLOCK_SHAPE["layers"], head["F"]]  # the embedding, which costs nothing, and the head
+    table = {}
     for s, parts in enumerate(balanced_cuts(costs, stages)):
-        last = s == stages - 1
-        blocks = parts - (s == 0) - last
+        is_last = s == stages - 1
+        blocks = parts
+        if s == 0:
+            blocks -= 1  # the embedding
+        if is_last:
+            blocks -= 1  # the head
         for kind in "FIW":
-            table[s, kind] = blocks * block[kind] + last * head[kind]
+            table[s, kind] = blocks * block[kind]
+            if is_last:
+                table[s, kind] += head[kind]
         table[s, "B"] = table[s, "I"] + table[s, "W"]
     return Durations(comm=message, table=table)

@@ -47,7 +47,12 @@ def on_eight(comm: Communicator, work: Callable[..., Any], *arguments: Any) -> l
 def layout_of(size: int) -> str:
     """Return the flags of the layout that the chapter trains on any number of ranks: what divides it."""
     tp = 2 if size % 2 == 0 else 1
-    pp = 2 if size % 4 == 0 else 3 if size % 3 == 0 else 1
+    if size % 4 == 0:
+        pp = 2
+    elif size % 3 == 0:
+        pp = 3
+    else:
+        pp = 1
     dp = size // (tp * pp)
     flags = f"--dp {dp} --tp {tp} --pp {pp} --microbatches {2 * pp} --global-batch {2 * pp * dp}"
     return flags + (" --sequence-parallel" if tp > 1 else "")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -10,6 +11,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from chapters.support.draw import finish, legend_outside, note, patches
 from minipar.plan.layout import Layout
+from minipar.plan.rank_bytes import Memory
 from minipar.plan.step_time import StepTime
 from visualize.plan import MEMORY, TIME
 from visualize.style import BLUE, GREY, INK, LINES, ORANGE, PAPER, Picture, ink_on, picture
@@ -85,6 +87,22 @@ def plot_funnel(left: Mapping[str, int], bars: Mapping[str, Parts]) -> Picture:
         axes.invert_yaxis()
     legend_outside(figure, patches(TIME), "lower center")
     return figure
+
+
+def plot_memory(panels: Mapping[str, Mapping[str, Memory]], room: float, most: float) -> Picture:
+    """Draw what the planner says that a rank holds, {title: {layout: bytes by part}}, as `plot_fit` does."""
+    parts = {}
+    for title, bars in panels.items():
+        parts[title] = {label: asdict(held) for label, held in bars.items()}
+    return plot_fit(parts, room, most)
+
+
+def plot_mistakes(choices: Mapping[str, Mapping[str, Any]], room: float, most: float) -> Picture:
+    """Draw what each mistake's choice holds, as the mistaken planner claims and really, as `plot_fit` does."""
+    bars = {}
+    for side in ("claimed", "really"):
+        bars[side] = {name.replace("_", " "): choice[side] for name, choice in choices.items()}
+    return plot_fit(bars, room, most)
 
 
 def plot_fit(panels: Mapping[str, Mapping[str, Parts]], room: float, most: float) -> Picture:
@@ -262,13 +280,22 @@ def plot_tornado(panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, boo
 
     panels  {question: {constant: {change, as "-20 %": (relative change of time, whether another layout is best now)}}}
     """
-    first = next(iter(panels.values()))
-    every = {name: [each for effects in panels.values() for each in effects[name].values()] for name in first}
-    some = [name for name in first if any(abs(moved) >= 0.0005 or other for moved, other in every[name])]
-    order = sorted(some, key=lambda name: -max(abs(moved) for moved, _ in first[name].values()))
-    changes, colours = list(first[order[0]]), (ORANGE, BLUE)
+    largest: dict[str, dict[str, float]] = {}  # by question and constant
+    drawn_names = set()
+    for question, effects in panels.items():
+        largest[question] = {}
+        for name, changed in effects.items():
+            largest[question][name] = max(abs(moved) for moved, _ in changed.values())
+            if largest[question][name] >= 0.0005 or any(other for _, other in changed.values()):
+                drawn_names.add(name)
+    first_question = next(iter(panels))
+    first = panels[first_question]
+    some = [name for name in first if name in drawn_names]
+    order = sorted(some, key=lambda name: -largest[first_question][name])
+    changes = list(first[order[0]])
+    colours = (ORANGE, BLUE)
     figure = picture(10.5, 1.3 + 0.34 * len(order))
-    widest = max(abs(moved) for effects in panels.values() for one in effects.values() for moved, _ in one.values())
+    widest = max(max(by_name.values()) for by_name in largest.values())
     drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, (question, effects) in zip(drawn, panels.items(), strict=True):
         for place, name in enumerate(order):

@@ -1,5 +1,6 @@
 """Predict runs of minipar on the model clock and on this machine."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import gcd
@@ -8,6 +9,7 @@ import numpy as np
 
 from minipar.bench.costs import Shape
 from minipar.bench.layouts import layout_of, modelled_step, shape_of
+from minipar.bench.machine import pieces
 from minipar.bench.pipeline import random_tokens
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network
 from minipar.plan.cluster import AlphaBeta, Cluster, model_clock_cluster
@@ -17,7 +19,8 @@ from minipar.train.settings import DataConfig, ModelConfig, TrainConfig
 from minipar.train.trainer import Trainer
 
 SPEED = 1e10  # operations per second of a modelled device
-INSIDE, BETWEEN = AlphaBeta(3e-6, 1 / 2e9), AlphaBeta(14e-6, 1 / 0.5e9)  # messages in a host, and between hosts
+INSIDE = AlphaBeta(3e-6, 1 / 2e9)  # messages in a host
+BETWEEN = AlphaBeta(14e-6, 1 / 0.5e9)  # messages between hosts
 GPT_SMALL = ModelConfig(layers=8, hidden=48, heads=24, seq_len=24, vocab_size=96)
 GPT_TINY = ModelConfig(layers=4, hidden=32, heads=4, seq_len=16, vocab_size=64)
 
@@ -36,7 +39,8 @@ def configured(flags: str, model: ModelConfig = GPT_SMALL, samples: int | None =
     A microbatch has one sample unless `samples`, the global batch, says otherwise.
     """
     parsed = parse(flags.split(), 1)
-    dp, m = parsed.mesh.dp or 1, parsed.data.microbatches
+    dp = parsed.mesh.dp or 1
+    m = parsed.data.microbatches
     size = dp * parsed.mesh.tp * parsed.mesh.pp
     data = DataConfig(global_batch=samples or dp * m, microbatches=m)
     return resolve(replace(parsed, model=model, data=data), size), size
@@ -118,6 +122,17 @@ CASES = (
     "--pp 4 --schedule zb-h1 --microbatches 8",
     "--dp 2 --tp 2 --pp 2 --zero-stage 2 --microbatches 4",
 )
+
+
+def measured_pieces(number: int) -> dict[str, float]:
+    """Measure the CPU seconds of each piece of a training step, for one of SHAPES."""
+    return pieces(SHAPES[number], 3)
+
+
+def state_of_the_machine(ranks: int) -> str:
+    """Return a line that says what a measurement shares this machine's cores with."""
+    load, _, _ = os.getloadavg()
+    return f"{ranks} ranks on {os.cpu_count()} cores; in the last minute {load:.1f} processes wanted one on average"
 
 
 def cases(ranks: int) -> dict[str, TrainConfig]:

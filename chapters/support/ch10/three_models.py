@@ -1,18 +1,18 @@
 """Plan the three models of chapter 10, and prepare what pictures need."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
 from minipar.errors import UsageError
-from minipar.plan.cluster import GPUS, Cluster
+from minipar.plan.cluster import GPUS, Assumptions, Cluster
 from minipar.plan.layout import Layout
 from minipar.plan.model import RECOMPUTE, find_model
 from minipar.plan.rank_bytes import memory
 from minipar.plan.report import why
-from minipar.plan.search import SearchSpace, plan
-from minipar.plan.step_time import step_time
+from minipar.plan.search import SearchSpace, layouts, plan
+from minipar.plan.step_time import StepTime, step_time
 
 SMALL, MIDDLE, LARGE = "megatron-7.5b", "llama-2-70b", "megatron-1t"
 SHORT = {SMALL: "7.5B", MIDDLE: "70B", LARGE: "1T"}
@@ -26,6 +26,34 @@ Choice = dict[str, Any]
 Place = tuple[str, str, int]  # model, kind of GPU, GPUs
 Bars = dict[str, tuple[dict[str, float], float]]  # for each layout: seconds by part, and MFU
 Curves = dict[str, dict[int, tuple[float, float]]]  # for each model and number of GPUs: tokens per second, and MFU
+
+
+@dataclass(frozen=True)
+class Funnel:
+    """The layouts that are left after each of three tests, and the steps' times of those that fit."""
+
+    every: list[Layout]
+    fitting: list[Layout]  # into memory
+    quiet: list[Layout]  # of these: wait for messages at most 10 % of a step
+    busy: list[Layout]  # of these: idle at most 10 % of it in the bubble
+    times: dict[Layout, StepTime]
+
+
+def funnel() -> Funnel:
+    """Put all layouts of Llama 2 70B on 1,024 A100s through the tests of memory, bandwidth and bubble."""
+    model = find_model(MIDDLE)
+    cluster = Cluster(GPUS["a100"], 1024)
+    length = LENGTH[MIDDLE]
+    every = list(layouts(model, cluster, BATCH[MIDDLE], ASK))
+    fitting = [layout for layout in every if memory(model, layout, length).total <= cluster.usable_memory]
+    times = {layout: step_time(model, layout, cluster, length, exact=False) for layout in fitting}
+    quiet = []
+    for layout in fitting:
+        time = times[layout]
+        if time.tp + time.pp + time.dp <= 0.1 * time.total:
+            quiet.append(layout)
+    busy = [layout for layout in quiet if times[layout].bubble <= 0.1 * times[layout].total]
+    return Funnel(every=every, fitting=fitting, quiet=quiet, busy=busy, times=times)
 
 
 def first_choice(name: str, kind: str, gpus: int) -> Choice | None:
@@ -73,8 +101,11 @@ def fastest(t: int, p: int, zero: int, gpus: int) -> tuple[float, str] | None:
 
     The microbatch and the recompute are the best of those that fit; None if none does.
     """
-    model, cluster, choices = find_model(MIDDLE), Cluster(GPUS["a100"], gpus), []
-    d, length = gpus // (t * p), LENGTH[MIDDLE]
+    model = find_model(MIDDLE)
+    cluster = Cluster(GPUS["a100"], gpus)
+    length = LENGTH[MIDDLE]
+    d = gpus // (t * p)
+    choices = []
     for microbatch, recompute in product((1, 2, 4, 8, 16), RECOMPUTE):
         m, rest = divmod(BATCH[MIDDLE], d * microbatch)
         if m and not rest:
@@ -82,3 +113,17 @@ def fastest(t: int, p: int, zero: int, gpus: int) -> tuple[float, str] | None:
             if memory(model, layout, length).total < cluster.usable_memory:
                 choices.append((step_time(model, layout, cluster, length).total, recompute))
     return min(choices) if choices else None
+
+
+def first_with_1f1b(name: str, gpus: int, batch: int) -> tuple[tuple[int, int, int], float, str]:
+    """Return (dp, tp, pp), the seconds and the text of the planner's first layout on A100s, with 1F1B."""
+    space = replace(ASK, schedule="1f1b")
+    first = plan(find_model(name), Cluster(GPUS["a100"], gpus), batch, 2048, space).plans[0]
+    return (first.layout.dp, first.layout.tp, first.layout.pp), first.time.total, str(first.layout)
+
+
+def small_on_4096(batches: int, assumptions: Assumptions) -> tuple[float, str]:
+    """Return MFU and layout of the 7.5B on 4096 A100s, with so many times its batch."""
+    cluster = Cluster(GPUS["a100"], 4096, assumptions=assumptions)
+    first = plan(find_model(SMALL), cluster, batches * BATCH[SMALL], LENGTH[SMALL], ASK).plans[0]
+    return first.mfu, str(first.layout)

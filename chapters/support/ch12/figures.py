@@ -1,6 +1,7 @@
 """Draw for chapter 12: dispatch, a choice (12.2), sums and bytes (12.4, 12.5), mistakes, balance, capacity (12.8)."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,21 @@ def plot_dispatch(chosen: Sequence[np.ndarray], experts: int) -> Picture:
     chosen: for each rank the experts of its tokens, (N, k). Tokens are letters, experts numbers; a row has the colour
     of the rank that holds its expert.
     """
-    ranks, each = len(chosen), experts // len(chosen)
-    first = np.cumsum([0, *(len(indices) for indices in chosen)])
-    own = [
-        [(int(first[r]) + t, int(e)) for t, row in enumerate(indices) for e in row] for r, indices in enumerate(chosen)
-    ]
+    ranks = len(chosen)
+    each = experts // ranks
+    own = []  # for each rank (token, expert) of its rows
+    token = 0
+    for indices in chosen:
+        rows = []
+        for row in indices:
+            rows += [(token, int(expert)) for expert in row]
+            token += 1
+        own.append(rows)
     by_expert = [sorted(rows, key=lambda row: row[1]) for rows in own]
-    arrived = [[row for rows in by_expert for row in rows if row[1] // each == rank] for rank in range(ranks)]
+    leaving = list(chain(*by_expert))
+    arrived = []
+    for rank in range(ranks):
+        arrived.append([(token, expert) for token, expert in leaving if expert // each == rank])
     panels = {
         "1. each token once for each of its experts": own,
         "2. sorted by expert: chunk j is for rank j": by_expert,
@@ -50,7 +59,7 @@ def plot_dispatch(chosen: Sequence[np.ndarray], experts: int) -> Picture:
         "4. sorted again: one product per expert": [sorted(rows, key=lambda row: row[1]) for rows in arrived],
     }
     figure = picture(7.4, 0.75 + 0.62 * ranks)
-    longest = max(len(rows) for lists in panels.values() for rows in lists)
+    longest = max(len(rows) for rows in chain(*panels.values()))
     for axes, (title, lists) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         for rank, rows in enumerate(lists):
             for place, (token, expert) in enumerate(rows):

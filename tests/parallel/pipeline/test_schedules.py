@@ -7,6 +7,7 @@ Times are whole numbers or Fractions, so every `==` below is between rationals.
 import re
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -217,6 +218,24 @@ def test_dualpipevs_bubble_is_the_papers(exchange):
         bubbles = [line.makespan - sum(slot.end - slot.start for slot in row) for row in line.ranks]
         assert max(bubbles) == (p - 1) * (3 + (2 + exchange) - 3)  # F&B = 3: the computation alone
         assert exchange or set(bubbles) == {2 * (p - 1)}
+
+
+@pytest.mark.parametrize("exchange", [0, 1])
+def test_dualpipevs_last_rank_is_idle_for_three_reasons(exchange):
+    """F at first, F&B - B between backwards and I - W in the end, each p - 1 times, if W <= I <= F (chapter 8).
+
+    With F = I = B - W their sum is the paper's (p-1)(F&B + B - 3W).
+    """
+    for f, i, w in ((4, 4, 3), (5, 4, 2), (6, 6, 6), (7, 3, 1)):
+        durations = Durations(f, i, w, exchange=exchange)
+        pair = f + i + w - 2 * exchange
+        for p, m in grid("dualpipev"):
+            line = timeline("dualpipev", p, m, None, durations)
+            last = line.ranks[-1]
+            between = sum(after.start - before.end for before, after in pairwise(last))
+            assert last[0].start == (p - 1) * f
+            assert between == (p - 1) * (pair - i - w)
+            assert line.makespan - last[-1].end == (p - 1) * (i - w)
 
 
 def test_a_pair_takes_what_its_computer_or_its_network_takes():
