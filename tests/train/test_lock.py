@@ -62,6 +62,15 @@ def test_every_rank_is_refused_alike(tmp_path):
     assert len(set(messages)) == 1 and f"process {os.getpid()} on" in messages[0]
 
 
+def test_everybody_may_read_the_locks_file_and_nobody_run_it(tmp_path):
+    mask = os.umask(0)
+    try:
+        with saving_alone(serial(), str(tmp_path / "run")):
+            assert os.stat(tmp_path / "run" / "minipar.lock").st_mode & 0o777 == 0o666
+    finally:
+        os.umask(mask)
+
+
 def test_another_path_to_the_directory_is_the_same_directory(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")

@@ -9,12 +9,12 @@ from training import joined
 
 from minipar.autograd import Function, Tensor, gelu, linear
 from minipar.comm import run_local
-from minipar.nn import Linear, Parameter
+from minipar.nn import Embedding, Linear, Parameter
 from minipar.parallel.placement import Partial, Placement, Replicate, Shard
 from minipar.parallel.tensor.layers import Border, ColumnLinear, Inside, RowLinear
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
-from minipar.parallel.tensor.user_layers import ColumnParallelLinear
+from minipar.parallel.tensor.user_layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 SIZES = [1, 2, 3, 4, 8]
 RANDOM = np.random.Generator(np.random.Philox(41))
@@ -248,5 +248,29 @@ def test_weight_and_bias_are_split_group_by_group(size, groups, transposed):
         for own, serial in ((layer.weight, whole.weight), (layer.bias, whole.bias)):
             assert close(joined(comm, own, own.data), serial.data)
             assert close(joined(comm, own, own.grad), serial.grad)
+
+    run_local(size, rank)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", ["column", "row", "vocabulary"])
+def test_a_users_layers_start_from_the_serial_layers_values(kind, size):
+    """With no other argument than sizes and name: the same seed, scale and dtype, and a bias of zeros."""
+    serial = {
+        "column": lambda: Linear(H, 36, name="a"),
+        "row": lambda: Linear(36, H, name="a"),
+        "vocabulary": lambda: Embedding(13, H, name="a"),
+    }[kind]()
+    parallel = {
+        "column": lambda comm: ColumnParallelLinear(H, 36, comm, name="a"),
+        "row": lambda comm: RowParallelLinear(36, H, comm, name="a"),
+        "vocabulary": lambda comm: VocabParallelEmbedding(13, H, comm, name="a"),
+    }[kind]
+
+    def rank(comm):
+        layer = parallel(comm)
+        for own, whole in zip(layer.parameters(), serial.parameters(), strict=True):
+            values = own.data if own.placement is None else joined(comm, own, own.data)
+            assert own.dtype == whole.dtype and values.tobytes() == whole.data.tobytes()
 
     run_local(size, rank)
