@@ -111,6 +111,12 @@ def test_the_configuration_cannot_be_changed():
         TrainConfig().data.global_batch = 3
 
 
+def test_who_is_not_told_its_rank_prints_the_help(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert "--zero-stage" in capsys.readouterr().out
+
+
 def test_help_names_every_flag_on_rank_0_only(capsys):
     for rank in (0, 1):
         with pytest.raises(SystemExit) as left:

@@ -104,6 +104,14 @@ def test_the_file_of_a_killed_job_locks_nothing(tmp_path):
         assert len((tmp_path / LOCK).read_text().splitlines()) == 1
 
 
+def test_a_long_name_of_the_holder_is_cut_off(tmp_path):
+    with saving_alone(serial(), str(tmp_path)):
+        (tmp_path / LOCK).write_bytes(b"\xff" + b"x" * 300)  # nor does a name in another encoding matter
+        with pytest.raises(UsageError) as caught, saving_alone(serial(), str(tmp_path)):
+            pass
+    assert str(caught.value).count("x" * 199) == 1 and "x" * 200 not in str(caught.value)
+
+
 def test_a_file_that_the_last_job_removed_is_made_again(tmp_path, monkeypatch):
     """It is removed between this job's opening and locking it, so that a third job could lock another file."""
     real, removed = fcntl.flock, []

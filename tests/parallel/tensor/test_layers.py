@@ -252,24 +252,27 @@ def test_weight_and_bias_are_split_group_by_group(size, groups, transposed):
     run_local(size, rank)
 
 
+LAYERS = {
+    "column": (ColumnParallelLinear, Linear, (H, 36)),
+    "row": (RowParallelLinear, Linear, (36, H)),
+    "vocabulary": (VocabParallelEmbedding, Embedding, (13, H)),
+}
+OPTIONS = {"seed": 3, "dtype": "float64", "std": 0.5}
+
+
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("kind", ["column", "row", "vocabulary"])
-def test_a_users_layers_start_from_the_serial_layers_values(kind, size):
-    """With no other argument than sizes and name: the same seed, scale and dtype, and a bias of zeros."""
-    serial = {
-        "column": lambda: Linear(H, 36, name="a"),
-        "row": lambda: Linear(36, H, name="a"),
-        "vocabulary": lambda: Embedding(13, H, name="a"),
-    }[kind]()
-    parallel = {
-        "column": lambda comm: ColumnParallelLinear(H, 36, comm, name="a"),
-        "row": lambda comm: RowParallelLinear(36, H, comm, name="a"),
-        "vocabulary": lambda comm: VocabParallelEmbedding(13, H, comm, name="a"),
-    }[kind]
+@pytest.mark.parametrize("options", [{}, OPTIONS, {**OPTIONS, "bias": False, "transposed": True}])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_users_layers_start_from_the_serial_layers_values(kind, options, size):
+    """Also with no other argument than sizes and name: the same seed, scale and dtype, and a bias of zeros."""
+    parallel, serial, sizes = LAYERS[kind]
+    if kind == "vocabulary":
+        options = {name: value for name, value in options.items() if name in OPTIONS}
+    expected = serial(*sizes, name="a", **options)
 
     def rank(comm):
-        layer = parallel(comm)
-        for own, whole in zip(layer.parameters(), serial.parameters(), strict=True):
+        layer = parallel(*sizes, comm, name="a", **options)
+        for own, whole in zip(layer.parameters(), expected.parameters(), strict=True):
             values = own.data if own.placement is None else joined(comm, own, own.data)
             assert own.dtype == whole.dtype and values.tobytes() == whole.data.tobytes()
 
