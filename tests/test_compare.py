@@ -276,16 +276,64 @@ def test_the_keys_bias_which_is_noise_is_no_difference(tmp_path):
     assert compare(tmp_path / "a", tmp_path / "b").equal
 
 
-@pytest.mark.parametrize("gradient", [0.0, 1e-16])
-def test_an_update_without_any_gradient_is_compared(gradient, tmp_path):
+@pytest.mark.parametrize("step", [0, 2, 10**6])
+@pytest.mark.parametrize("quantity", ["loss", "grad_norm", "gradient", "update"])
+@pytest.mark.parametrize("bound", [None, 1e-3])
+def test_rounding_explains_so_much_and_of_updates_more(bound, quantity, step, tmp_path):
+    """The limit is 1000 epsilons, or the bound, and one for each step before; updates without a factor have 8 times."""
+    ones = np.ones(24)
+    limit = min(1000 * 2**-23 * (step + 1), 0.01) if bound is None else bound
+    most = min(8 * limit, 0.01) if (quantity, bound) == ("update", None) else limit
+    measured = np.abs(measure("w", ones))
+    place = int(measured[1].argmin())  # a value that hardly counts in the common factor
+    scale = measured.max() if quantity in ("gradient", "update") else 1.0
+    for off in {0.9 * limit, 0.9 * most, 1.2 * most}:
+        for run in "ab":
+            values = {name: ones.copy() for name in ("loss", "grad_norm", "gradient", "update")}
+            values[quantity][place] += off * scale if run == "b" else 0.0
+            written = Record(tmp_path / f"{run}{off}", {"w": 0 * ones}, dtype="float32")
+            loss, grad_norm = values["loss"][place], values["grad_norm"][place]
+            written.step(step, loss, grad_norm, {"w": values["gradient"]}, {"w": values["update"]})
+        finding = compare(tmp_path / f"a{off}", tmp_path / f"b{off}", bound)
+        assert finding.equal == (off < most) and not (finding.equal and finding.may_be_rounding)
+
+
+@pytest.mark.parametrize("factor", [2.0, math.inf])
+@pytest.mark.parametrize(("dim", "strip"), [(0, 0), (0, 2), (0, 4), (1, 0), (1, 3)])
+def test_the_strips_that_differ_are_named(dim, strip, factor, tmp_path):
+    gradients = {"a": np.random.default_rng(4).normal(size=(5, 4))}
+    gradients["b"] = gradients["a"].copy()
+    np.moveaxis(gradients["b"], dim, 0)[strip] *= factor
+    for run in "ab":
+        zeros = {"w": np.zeros((5, 4))}
+        Record(tmp_path / run, zeros).step(0, 5.0, 1.0, {"w": gradients[run]}, zeros)
+    (found,) = compare(tmp_path / "a", tmp_path / "b").differences
+    count = gradients["a"].shape[dim]
+    assert found.group == f"1 of {count} strips ({strip} to {strip}) along dim {dim} of all parameters"
+
+
+def test_ratios_are_those_of_norms_and_none_where_equal(tmp_path):
+    random = np.random.default_rng(4)
+    gradients = {run: {"other": random.normal(size=(7, 5))} for run in "ab"}
+    gradients["a"]["same"] = gradients["b"]["same"] = random.normal(size=3)
+    for run in "ab":
+        parameters = {name: values.copy() for name, values in gradients["a"].items()}
+        Record(tmp_path / run, parameters).step(0, 5.0, 1.0, gradients[run], parameters)
+    norms = {run: np.linalg.norm(gradients[run]["other"]) for run in "ab"}
+    ratios = compare(tmp_path / "a", tmp_path / "b").ratios
+    assert ratios == {0: {"other": pytest.approx(norms["b"] / norms["a"]), "same": None}}
+
+
+@pytest.mark.parametrize("gradients", [(0.0, 0.0), (1e-16, 1e-16), (0.0, 1e-16), (0.0, -1e-16), (-1e-16, 0.0)])
+def test_an_update_without_any_gradient_is_compared(gradients, tmp_path):
     """An expert without tokens has a gradient of exactly zero, and its weights decay."""
-    gradients = {"x": np.ones(2), "idle": np.full(2, gradient)}
-    for name, after in (("a", 0.9), ("b", 1.0)):
+    for name, after, gradient in zip("ab", (0.9, 1.0), gradients, strict=True):
         written = Record(tmp_path / name, {"x": np.ones(2), "idle": np.ones(2)})
-        written.step(0, 1.0, 1.0, gradients, {"x": np.zeros(2), "idle": np.full(2, after)})
+        idle = {"x": np.ones(2), "idle": np.full(2, gradient)}
+        written.step(0, 1.0, 1.0, idle, {"x": np.zeros(2), "idle": np.full(2, after)})
     found = compare(tmp_path / "a", tmp_path / "b").differences
     seen = [(each.quantity, each.ratio, each.parameters) for each in found]
-    assert seen == ([("update", 0.0, ("idle",))] if gradient == 0 else [])
+    assert seen == ([("update", 0.0, ("idle",))] if not any(gradients) else [])
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])

@@ -145,7 +145,8 @@ def check_export(directory: str) -> None:
     """
     names = set(os.listdir(directory)) - {f"{name}.partial" for name in EXPORT_FILES}
     content = read_json(Path(directory, "config.json")) if "config.json" in names else {}
-    if content.get("bos_token_id", 0) is None and "transformers_version" not in content:
+    has_no_ids = "bos_token_id" in content and content["bos_token_id"] is None
+    if has_no_ids and "transformers_version" not in content:
         names = {name for name in names if name not in EXPORT_FILES or not Path(directory, name).is_file()}
     if names:
         wrote = "which no export of minipar wrote; export to another directory"

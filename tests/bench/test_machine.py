@@ -11,6 +11,8 @@ from minipar.autograd import flop_counter
 from minipar.bench import layouts, machine
 from minipar.bench.costs import BLOCKS, PIECES, SUMS, Costs, Shape, amounts_of, fit, fit_costs, flops
 from minipar.errors import UsageError
+from minipar.plan.layout import Layout
+from minipar.plan.model import ModelShape
 from minipar.train.settings import ModelConfig
 
 SMALL = "--hidden 32 --seq-len 8 --vocab-size 16 --repeat 1"
@@ -73,6 +75,70 @@ def test_amounts_that_tensor_and_sequence_parallelism_divide():
     assert [amounts["logits"] for amounts in every] == [logits, logits / 4, logits / 4]
     assert [amounts["matrices"] for amounts in (one, split)] == [12 * 32**2, 3 * 32**2]
     assert one["kept"] == 4 * sliced["kept"] and one["kept"] / 4 < split["kept"] < one["kept"]
+
+
+# The recorded constants and predictions are of these shapes: hidden, heads, tokens, samples, tp, vocabulary. Constants
+# are fitted to those with f; s is sequence parallelism.
+SHAPES = """
+    64 2 32 2 1 256 f      64 2 128 4 1 256 f     128 4 64 4 1 256 f     128 4 128 4 1 256 f    256 8 64 1 1 256 f
+    256 8 64 4 1 256 f     256 8 64 8 1 256 f     256 8 128 4 1 256 f    512 16 64 2 1 256 f    512 16 64 4 1 256 f
+    256 8 64 8 2 256 f     256 8 64 8 8 256 f     256 8 64 4 4 256 f     256 8 64 8 4 256 fs    512 16 64 4 2 256 fs
+    256 8 64 4 1 1024 f    256 8 64 32 8 256 f    256 8 64 32 8 256 fs   256 8 64 16 2 256 fs
+    128 4 64 2 1 256 -     128 4 64 8 1 256 -     256 8 32 4 1 256 -     256 8 64 2 1 256 -     256 8 128 2 1 256 -
+    512 16 32 2 1 256 -    256 8 64 8 4 256 -     256 8 64 4 2 256 -     256 8 64 4 8 256 -     512 16 64 8 4 256 -s
+    256 8 128 2 2 512 -
+"""
+
+
+def test_the_measured_shapes_are_those_of_the_recording():
+    written = []
+    for s, fitted in machine.shapes(256, 64, 256):
+        flag = ("f" if fitted else "-") + ("s" if s.sequence_parallel else "")
+        written += [*map(str, (s.hidden, s.heads, s.seq_len, s.samples, s.tp, s.vocab_size)), flag]
+    assert written == SHAPES.split()
+
+
+COSTS = Costs(1e9, *(1e-9 * (2 + i) for i in range(len(fields(Costs)) - 1)))
+
+
+@pytest.mark.parametrize(("recompute", "sequence"), [("none", False), ("full", True)])
+def test_the_planner_gets_the_pieces_of_a_layouts_shape(recompute, sequence):
+    """Of 4 microbatches one writes the weights' gradients, and 3 add to them; of 5 layers a rank of 2 has 3."""
+    layout = Layout(dp=1, tp=2, pp=2, microbatch=3, microbatches=4, recompute=recompute, sequence_parallel=sequence)
+    found = COSTS.compute(ModelShape(5, 32, 4, 64, positions=8), layout, 8, 1000.0)
+    shape = Shape(32, 4, 8, 3, 2, sequence, 64)
+    time = {piece: COSTS.seconds(piece, shape, 1000.0) for piece in PIECES}
+    products = 2 * 3 * 8 * 32 * 64 / 2 / 1e9  # of the head's weight gradient on one of two ranks
+    tensors = 3 * 12 + 4
+    assert asdict(found) == pytest.approx(
+        {
+            "forward": time["F"],
+            "backward_input": time["I"],
+            "backward_weight": (time["W"] + 3 * time["W more"]) / 4,
+            "recompute": time["F"] if recompute == "full" else 0.0,
+            "head_forward": time["head F"],
+            "head_backward_input": time["head B"] - products,
+            "head_backward_weight": products,
+            "embedding_forward": time["embed F"],
+            "embedding_backward": time["embed B"],
+            "update": 1000 * (COSTS.norm_parameter + COSTS.update_parameter)
+            + tensors * (COSTS.norm_tensor + COSTS.update_tensor),
+        },
+        rel=1e-12,
+    )
+
+
+def test_pieces_are_measured_in_float32():
+    inputs, targets, x, gradient = machine._arrays(Shape(32, 4, 8, 2, 4, True, 64))
+    assert x.dtype == gradient.dtype == np.float32 and x.shape == gradient.shape == (2, 8 // 4, 32)
+    assert inputs.shape == targets.shape == (2, 8) and 0 <= inputs.min() and inputs.max() < 64
+
+
+def test_the_optimizer_updates_the_measured_blocks_tensors():
+    model, _ = machine._build(Shape(32, 4, 8, 2))
+    amounts = amounts_of(Shape(32, 4, 8, 2), 1000.0)
+    assert len(model.h) == BLOCKS and len(model.parameters()) == amounts["tensors"]
+    assert (amounts["parameters"], amounts["once"]) == (1000.0, 1)
 
 
 # ---- the subcommands -------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ def test_a_message_takes_half_a_round_trip(monkeypatch):
         return 2 * machine.ROUND_TRIPS * (1e-5 + 2e-9 * buffer.nbytes)
 
     monkeypatch.setattr(machine, "_ping_pong", ping_pong)
+    assert machine.MESSAGE_BYTES == (0, *(1024 * 4**power for power in (0, 1.5, 3, 4, 5, 6)))  # up to 4 MiB
     for network, rows in run_local(3, machine.measure_messages):
         assert (network.alpha, network.beta) == (pytest.approx(1e-5), pytest.approx(2e-9))
         assert [row["seconds"] for row in rows] == pytest.approx([1e-5 + 2e-9 * row["bytes"] for row in rows])
@@ -171,6 +172,26 @@ def test_a_collectives_row_has_its_bytes_and_its_seconds(op, algorithm, sent, mo
     assert (row["op"], row["algorithm"], row["ranks"]) == (op, algorithm, 2)
     assert row["bytes"] == nbytes // 4 * 4 and row["wire_bytes"] == row["wire_bytes_expected"] == sent
     assert (row["seconds"], row["mpi_seconds"], row["ratio"]) == (1.0, None, None)
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(1.0, 1), (1e-3, 10), (1e-5, 200), (0.0, 200)])
+def test_a_batch_of_calls_takes_a_hundredth_of_a_second(seconds, calls, monkeypatch):
+    """It has at least one call, and at most 200; the slowest rank decides. One call before them warms up."""
+    counted = {0: 0, 1: 0}
+    clocks = threading.local()
+    monkeypatch.setattr(collectives, "time", SimpleNamespace(perf_counter=lambda: getattr(clocks, "now", 0.0)))
+
+    def one_call(comm, op, algorithm, n, dtype):
+        def call():
+            counted[comm.rank] += 1
+            clocks.now = getattr(clocks, "now", 0.0) + (seconds if comm.rank == 0 else 20 * seconds)
+
+        return call, None
+
+    monkeypatch.setattr(collectives, "_calls", one_call)
+    rows = run_local(2, lambda comm: collectives.measure(comm, "all_reduce", "ring", 80, np.dtype("float64")))
+    assert counted == {0: 1 + collectives.BATCHES * calls, 1: 1 + collectives.BATCHES * calls}
+    assert rows[0]["seconds"] == pytest.approx(20 * seconds)
 
 
 def test_the_matrix_products_of_a_step_are_all_there(monkeypatch):
@@ -283,6 +304,29 @@ def test_a_zero_stages_row_has_the_slowest_ranks_median(monkeypatch):
     assert prefetches == {True: 2, False: 2}
     assert [row["seconds"] for row in rows] == [5.0, 6.0, 7.0, 8.0, 9.0]
     assert [row["ratio"] for row in rows] == [1.0, 1.2, 1.4, 1.6, 1.8]
+
+
+def test_a_call_is_timed_until_every_rank_is_done(monkeypatch):
+    """Rank 0 works for 2 s and waits for rank 1, which works for 5 s; each rank's processor time is its own."""
+    clock = threading.local()
+    calls = SimpleNamespace(perf_counter=lambda: clock.wall, thread_time=lambda: clock.cpu)
+    monkeypatch.setattr(step, "time", calls)
+
+    def rank(comm):
+        clock.wall, clock.cpu = 1000.0, 70.0 + comm.rank
+
+        def work(seconds):
+            clock.wall += seconds
+            clock.cpu += seconds
+
+        def barrier():
+            nows = comm.all_reduce(np.array([clock.wall]), op="max")
+            clock.wall = float(nows[0])
+
+        waiting = SimpleNamespace(barrier=barrier)
+        return step._timed(waiting, work, 2.0 + 3.0 * comm.rank)
+
+    assert run_local(2, rank) == [(5.0, 2.0), (5.0, 5.0)]
 
 
 def test_layouts_are_predicted_with_the_machines_constants(tmp_path, capsys, monkeypatch):

@@ -111,3 +111,15 @@ def test_a_wrong_communicator_gives_another_norm(name):
     layout, axes = WRONG[name]
     assert all(norm == pytest.approx(NORM, rel=1e-14) for norm in norms(layout, 1))
     assert any(abs(norm - NORM) > 1e-3 for norm in norms(layout, 1, **axes))
+
+
+def test_a_wrong_limit_is_refused_before_anything_is_sent():
+    def rank(comm):
+        trainer = trainer_for(config_for(f"{SHAPE} --dp 2 --zero-stage 1"), TEXT, comm)
+        parameters = with_gradient(trainer)
+        comm.traffic.reset()
+        with pytest.raises(ValueError, match="-1"):
+            clip_grad_norm(parameters, -1.0, trainer.mesh.dp)
+        return comm.traffic.messages()
+
+    assert run_local(2, rank) == [0, 0]

@@ -21,6 +21,14 @@ LAYOUTS = {
 }
 
 
+def test_without_coordinates_the_placements_are_those_of_rank_0():
+    config = resolve(parse(f"{SHAPE} --dp 2 --cp 2 --tp 2 --pp 2 --microbatches 2 --zero-stage 1".split()), 16)
+    layout = step_layout(config)
+    assert layout.placements() == layout.placements(**layout.coordinates(0))
+    others = [layout.placements(**layout.coordinates(rank)) for rank in (1, 2, 4, 8)]
+    assert all(other != layout.placements() for other in others)
+
+
 @pytest.mark.parametrize("flags", LAYOUTS)
 def test_computed_placements_are_the_recorded_ones(flags):
     ranks = LAYOUTS[flags]

@@ -12,10 +12,12 @@ from minipar.parallel.memory import (
     MIXED,
     OF_DTYPE,
     STAGES,
+    Precision,
     check_limit,
     elements_held,
     elements_placed,
     model_state,
+    precision_of,
 )
 from minipar.parallel.placement import BucketSlice, Placement
 
@@ -155,3 +157,30 @@ def test_accumulating_microbatches_count_whole_gradients_too():
     assert "4*1,875 (gradients) + 8*375 (optimizer) = 16,500 bytes; --zero-stage 1 fits" in refusal(15_000, 2, 4, True)
     assert "= 16,500 bytes; --zero-stage 3 fits" in refusal(12_000, 2, 4, True)
     assert "whole gradients while microbatches accumulate" in refusal(6_000, 3, accumulating=True)
+
+
+def test_the_refusal_says_what_accumulating_costs_among_ranks():
+    assert refusal(6_000, 3, accumulating=True).endswith(
+        "no stage fits (whole gradients while microbatches accumulate, from stage 2 on next to the chunk of their sum; "
+        "without a pipeline, --sync-every-microbatch keeps them sharded)"
+    )
+    assert refusal(100, 3, ranks=1, accumulating=True).endswith("no stage fits")
+    assert refusal(100, 3).endswith("no stage fits")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "widths"),
+    [
+        (("float32",), (4, 4, 8)),
+        (("float64",), (8, 8, 16)),
+        (("bfloat16",), (2, 4, 12)),
+        (("float16", "float16"), (2, 2, 12)),
+        (("bfloat16", "float32", "float32"), (2, 4, 12)),
+        (("bfloat16", "bfloat16", "float32"), (2, 2 + 4, 12)),
+        (("bfloat16", None, "bfloat16"), (2, 4 + 2, 12)),
+        (("bfloat16", "bfloat16", "bfloat16"), (2, 2, 12)),
+    ],
+)
+def test_the_bytes_of_a_run_follow_from_its_dtypes(dtypes, widths):
+    """In 2-byte training gradients have float32 unless said otherwise, and two dtypes if they are summed in another."""
+    assert precision_of(*dtypes) == Precision(*widths)

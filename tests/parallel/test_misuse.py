@@ -415,6 +415,15 @@ def test_batches_cut_by_another_axis_than_dp_are_refused(axis, which):
         run_local(8, rank)
 
 
+def test_batches_are_compared_in_the_first_call_alone():
+    def rank(comm):
+        model, _ = pipeline(comm, tp=2)
+        model(X, Y)
+        model(X + comm.rank, Y)
+
+    run_local(2, rank)
+
+
 # ---- clipping --------------------------------------------------------------------------------------------------------
 
 

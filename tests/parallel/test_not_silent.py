@@ -292,6 +292,19 @@ def test_other_tokens_on_the_ranks_of_tp_are_refused(make, cut):
     refused(2, UsageError, says, lambda comm: make(comm)(cut(x, comm.rank)))
 
 
+@pytest.mark.parametrize("make", [model_of_ones_own, split_gpt])
+def test_tokens_are_compared_in_the_first_call_alone(make):
+    """It costs a message, and a program that cuts the batch wrongly does so from the first call on."""
+
+    def rank(comm):
+        model = make(comm)
+        x = text(range(3))[0]
+        model(x)
+        model(x[:2] if comm.rank == 0 else x[1:])
+
+    run_local(2, rank)
+
+
 def test_replicas_of_tp_have_batches_of_their_own():
     def rank(comm):
         mesh = DeviceMesh(comm, dp=2, tp=2)

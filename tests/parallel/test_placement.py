@@ -133,6 +133,24 @@ def test_a_layer_made_parallel_first_gets_the_models_name():
     assert placement_of(model.first.weight) == Placement("first.weight", (3, 5), Shard(0, 1, 1, 5))
 
 
+def test_the_table_has_names_before_any_strategy_gives_them():
+    model = MLP()
+    model.first.weight.placement = Placement("", (3, 5), Shard(1, 2, 1, 5))
+    found = mp.placements(model)
+    assert [placement.name for placement in found] == [name for name, _ in model.named_parameters()]
+    assert found[0].tp == Shard(1, 2, 1, 5) and model.first.weight.placement.name == ""
+
+
+def test_a_placement_is_described_by_what_the_rank_has_of_it():
+    whole = Placement("up.weight", (6, 4))
+    assert (whole.tp.rank, whole.tp.ranks, Partial().rank, Partial().ranks) == (0, 1, 0, 1)
+    assert whole.describe() == "up.weight" and whole.local_shape == (6, 4)
+    part = Placement("up.weight", (6, 4), Shard(1, 2, 0, 6))
+    assert part.describe() == "up.weight, tp rank 1 of 2" and part.local_shape == (3, 4)
+    assert (whole.pp, whole.ep, whole.dp, whole.unit, whole.units) == (0, None, None, 0, 0)
+    assert BucketSlice(0, 5, 10, 1, 2).replica == 0
+
+
 def test_placements_print_as_a_table():
     def rank(comm):
         mesh = mp.DeviceMesh(comm, dp=2, tp=2)

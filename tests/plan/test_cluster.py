@@ -21,6 +21,22 @@ from minipar.plan.cluster import (
 )  # fmt: skip
 from minipar.plan.layout import MINIPAR
 
+# As data sheets print them: dense 16-bit TFLOP/s, GB, GB/s, GB/s of NVLink both ways, Gb/s of cards for each GPU.
+SHEETS = {
+    "v100": (125, 32, 900, 300, 4 * 100 / 8),
+    "a100": (312, 80, 2039, 600, 200),
+    "h100": (989, 80, 3350, 900, 400),
+    "h200": (989, 141, 4800, 900, 400),
+}
+
+
+def test_gpus_are_those_of_the_data_sheets():
+    assert list(GPUS) == list(SHEETS)
+    for name, (flops, memory, bandwidth, nvlink, cards) in SHEETS.items():
+        gpu = GPUS[name]
+        assert (gpu.peak, gpu.memory, gpu.memory_bandwidth) == (flops * 1e12, memory * 1e9, bandwidth * 1e9)
+        assert (gpu.inside, gpu.between) == (nvlink / 2 * 1e9, cards / 8 * 1e9)
+
 
 def test_a_ring_in_one_host_and_between_hosts():
     cluster = a100s(64)

@@ -177,6 +177,45 @@ def test_an_unknown_name_gets_the_nearest_one():
         find_model("llama2-70b")
 
 
+def test_the_largest_sizes_are_what_the_refusal_says():
+    assert ModelShape(4096, 8, 2, 10**9).layers == 4096
+    with pytest.raises(UsageError, match="layers = 4097, expected a whole number from 1 to 4096"):
+        ModelShape(4097, 8, 2, 9)
+    with pytest.raises(UsageError, match="= 1000000001, expected a whole number from 1 to 1000000000"):
+        ModelShape(1, 8, 2, 10**9 + 1)
+    assert ModelShape(1, 8, 2, 9, 0).positions == 0
+
+
+# As the papers and the config.json of each model print them: layers, hidden, heads, vocabulary, positions; with a gated
+# MLP heads of keys and values and inner columns instead of positions; of Mixtral experts and those of a token besides.
+PRINTED = """
+    gpt2             12   768  12  50257 1024    gpt2-medium      24  1024  16  50257 1024
+    gpt2-large       36  1280  20  50257 1024    gpt2-xl          48  1600  25  50257 1024
+    gpt3-175b        96 12288  96  51200 2048    megatron-1.7b    24  2304  24  51200 2048
+    megatron-3.6b    30  3072  32  51200 2048    megatron-7.5b    36  4096  32  51200 2048
+    megatron-18b     40  6144  48  51200 2048    megatron-22b     48  6144  64  51200 2048
+    megatron-39b     48  8192  64  51200 2048    megatron-76b     60 10240  80  51200 2048
+    megatron-145b    80 12288  96  51200 2048    megatron-310b    96 16384 128  51200 2048
+    megatron-530b   105 20480 128  51200 2048    megatron-1t     128 25600 160  51200 2048
+    llama-7b         32  4096  32  32000 32 11008    llama-2-70b  80  8192  64  32000 8 28672
+    llama-3-8b       32  4096  32 128256  8 14336    llama-3-70b  80  8192  64 128256 8 28672
+    llama-3-405b    126 16384 128 128256  8 53248
+    mixtral-8x7b     32  4096  32  32000  8 14336 8 2    mixtral-8x22b    56  6144  48  32000  8 16384 8 2
+"""
+
+
+def test_named_models_have_the_sizes_that_were_printed():
+    words = []
+    for name, model in MODELS.items():
+        own = [model.layers, model.hidden, model.heads, model.vocab_size]
+        own += [model.kv_heads, model.ffn] if model.gated else [model.positions]
+        own += [model.experts, model.top_k] if model.experts else []
+        words += [name, *map(str, own)]
+        tied = not model.gated
+        assert (model.tied, model.biases, model.norm_biases) == (tied, tied, tied)
+    assert words == PRINTED.split()
+
+
 @pytest.mark.parametrize("sizes", [(0, 8, 2, 9), (1, 8, 3, 9), (1, 8, 2, 0), (1, 8, 2, 9, -1), (1, 8, 4, 9, 0, 3)])
 def test_sizes_that_cannot_be_are_refused(sizes):
     with pytest.raises(UsageError):

@@ -202,12 +202,15 @@ def test_replicas_of_shards_divide_dp_and_need_a_zero_stage():
 
 
 @pytest.mark.parametrize(
-    ("zero", "replicas", "words"), [(0, 2, "ZeRO stage 0 shards nothing"), (3, 3, "dp/replicas = 8/3 is not a whole")]
+    ("zero", "replicas", "words"),
+    [(0, 2, "ZeRO stage 0 shards nothing"), (3, 3, "^3 replicas of shards, but dp/replicas = 8/3 is not a whole")],
 )
 def test_replicas_that_contradict_the_layout_are_refused(zero, replicas, words):
     one = replace(EIGHT, zero=zero, zero_replicas=replicas)
     with pytest.raises(UsageError, match=words):
         judge(GPT2, one, a100s(8), 64, 1024)
+    with pytest.raises(UsageError, match=words.replace("dp/", r"dp\*cp/").replace("8/", "16/")):
+        judge(GPT2, replace(one, cp=2), a100s(16), 64, 1024)
 
 
 def test_hybrid_sharding_is_for_many_hosts_with_one_card_each():

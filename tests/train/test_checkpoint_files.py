@@ -11,7 +11,7 @@ from minipar.comm import run_local, serial
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import save_pretrained
-from minipar.train.checkpoint import Checkpoint, prepare_directory
+from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory
 from minipar.train.config import parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.lock import saving_alone
@@ -309,3 +309,15 @@ def test_a_checkpoint_that_is_no_directory_is_refused(kind, copy):
     else:
         newest.touch()
     assert f"{newest} is a {kind}; expected a directory" in refused(copy)
+
+
+def test_an_error_with_half_a_character_reaches_every_rank():
+    """As a path may have one whose name is in another encoding."""
+
+    def rank(comm):
+        with pytest.raises(UsageError) as caught, agreeing(comm, "--save"):
+            if comm.rank == 1:
+                raise UsageError("no directory a\udcff")
+        return str(caught.value)
+
+    assert run_local(2, rank) == ["no directory a\\udcff"] * 2

@@ -26,6 +26,24 @@ def test_without_flags_the_configuration_is_the_default():
     check_settings(TrainConfig())
 
 
+DEFAULTS = """
+    --tp 1 --cp 1 --ep 1 --pp 1 --zero-stage 0 --zero-replicas 1 --layers 2 --hidden 128 --heads 4 --seq-len 64
+    --vocab-size 256 --model gpt2 --aux-loss 0 --router-bias 0 --order random --global-batch 32 --microbatches 1
+    --steps 300 --lr 1e-3 --lr-schedule constant --warmup-steps 0 --betas 0.9 0.999 --eps 1e-8 --weight-decay 0.01
+    --dropout 0 --clip-grad 0 --seed 0 --dtype float32 --device cpu --recompute none --attention auto --reduction ring
+    --clock wall --network 0 0
+"""
+
+
+def test_a_flag_that_is_not_given_has_the_value_it_always_had():
+    """A change would make an old command line another run."""
+    without = {flag: value for _, _, flag, value in flags(config_of(""))}
+    assert {flag: value for _, _, flag, value in flags(config_of(DEFAULTS))} == without
+    others = {flag for flag in without if flag not in DEFAULTS.split()}
+    assert {flag for flag in others if without[flag]} == {"--context-parallel", "--cp-order"}
+    assert (without["--context-parallel"], without["--cp-order"]) == ("ring", "zigzag")
+
+
 def test_every_flag_arrives_where_it_belongs():
     expected = {
         "--dp": 8, "--layers": 3, "--hidden": 96, "--heads": 6, "--seq-len": 48, "--vocab-size": 300, "--data": "a.txt",
@@ -91,6 +109,12 @@ def test_what_a_flag_needs_is_a_flag_too():
 def test_the_configuration_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig().data.global_batch = 3
+
+
+def test_who_is_not_told_its_rank_prints_the_help(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert "--zero-stage" in capsys.readouterr().out
 
 
 def test_help_names_every_flag_on_rank_0_only(capsys):

@@ -112,6 +112,17 @@ def test_the_held_out_text_is_not_trained_on():
     assert hold_out(resolve(parse([]), 1), TEXT) == (TEXT, None)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "kept", "starts"), [(90, 9, [0]), (169, 16, [0]), (170, 17, [0, 8]), (259, 25, [0, 8, 16])]
+)
+def test_a_tenth_is_held_out_in_whole_samples(tokens, kept, starts):
+    """A sample of 8 tokens needs the token after it, too; the samples are spread from the first token to the last."""
+    text = Tokens(np.zeros(tokens, np.uint8), "a text", 256)
+    rest, evaluation = hold_out(config_of(""), text)
+    assert (len(rest.ids), len(evaluation.tokens.ids)) == (tokens - kept, kept)
+    assert evaluation.starts.tolist() == starts
+
+
 def test_a_text_too_short_to_hold_out_is_refused(tmp_path):
     with pytest.raises(UsageError, match="a tenth of the 89 tokens of a text is less than a sample, seq-len . 1 = 9"):
         hold_out(config_of(""), Tokens(TEXT.ids[:89], "a text", 256))

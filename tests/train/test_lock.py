@@ -62,6 +62,15 @@ def test_every_rank_is_refused_alike(tmp_path):
     assert len(set(messages)) == 1 and f"process {os.getpid()} on" in messages[0]
 
 
+def test_everybody_may_read_the_locks_file_and_nobody_run_it(tmp_path):
+    mask = os.umask(0)
+    try:
+        with saving_alone(serial(), str(tmp_path / "run")):
+            assert os.stat(tmp_path / "run" / "minipar.lock").st_mode & 0o777 == 0o666
+    finally:
+        os.umask(mask)
+
+
 def test_another_path_to_the_directory_is_the_same_directory(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
@@ -93,6 +102,14 @@ def test_the_file_of_a_killed_job_locks_nothing(tmp_path):
     with saving_alone(serial(), str(tmp_path)):
         assert (tmp_path / LOCK).read_text().startswith(f"process {os.getpid()} on")
         assert len((tmp_path / LOCK).read_text().splitlines()) == 1
+
+
+def test_a_long_name_of_the_holder_is_cut_off(tmp_path):
+    with saving_alone(serial(), str(tmp_path)):
+        (tmp_path / LOCK).write_bytes(b"\xff" + b"x" * 300)  # nor does a name in another encoding matter
+        with pytest.raises(UsageError) as caught, saving_alone(serial(), str(tmp_path)):
+            pass
+    assert str(caught.value).count("x" * 199) == 1 and "x" * 200 not in str(caught.value)
 
 
 def test_a_file_that_the_last_job_removed_is_made_again(tmp_path, monkeypatch):

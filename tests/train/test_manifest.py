@@ -204,6 +204,7 @@ PLACES = {
     "step": ("step", -1, "step is -1, expected a whole number from 0 to 9223372036854775807"),
     "a piece": (f"{FIRST}.stop", "x", "files[0].pieces[0].stop is 'x', expected a whole number from 1"),
     "a name": ("files.1.name", "../x", "files[1].name is '../x', expected rank-00001.safetensors"),
+    "a dim": ("parameters.ln_f\\bias", [2**31], "[0] is 2147483648, expected a whole number from 1 to 2147483647"),
     "a flag": (f"{FLAG}.--lr", -1, "history[0].flags.--lr is -1, expected a value inside (0, inf)"),
     "a choice": (f"{FLAG}.--order", 1, "history[0].flags.--order is 1, expected one of random, sequential"),
     "layers": ("model.n_layer", 1, "parameters: unexpected 12 names: h.1.ln_1.weight, h.1.ln_1.bias, "),
@@ -218,7 +219,7 @@ PLACES = {
 @pytest.mark.parametrize("case", PLACES)
 def test_the_line_names_the_place_the_value_and_what_fits(case, saved):
     path, value, message = PLACES[case]
-    assert message in refusal(saved["gpt2"], put(path, value))
+    assert message in refusal(saved["gpt2"], change_at(path.replace("\\", "."), value))
 
 
 OTHERS = {

@@ -33,7 +33,7 @@ def run_program(flags, ranks, folder, monkeypatch):
 
 
 def test_seconds_are_a_whole_steps_and_tokens_all_replicas(monkeypatch):
-    """On a clock that only a microbatch's forward (1 s) and the optimizer (10 s) move."""
+    """On a clock that only a microbatch's forward (1 s), the optimizer (10 s) and a wait for the device (5 s) move."""
     clock = threading.local()
     monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
@@ -44,6 +44,11 @@ def test_seconds_are_a_whole_steps_and_tokens_all_replicas(monkeypatch):
 
         return timed
 
+    def wait_for_device():
+        clock.now += 5.0
+
+    monkeypatch.setattr(trainer_module, "wait_for_device", wait_for_device)
+
     def rank(comm):
         clock.now = 100.0
         trainer = trainer_for(config, TEXT, comm)
@@ -52,7 +57,7 @@ def test_seconds_are_a_whole_steps_and_tokens_all_replicas(monkeypatch):
         return [(result.seconds, result.tokens_per_second) for result in trainer.train()]
 
     config = config_for(f"{FLAGS} --dp 2 --microbatches 3")
-    assert run_local(2, rank) == [[(13.0, 12 * 8 / 13.0)] * 2] * 2
+    assert run_local(2, rank) == [[(18.0, 12 * 8 / 18.0)] * 2] * 2
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -400,6 +401,51 @@ def test_what_moved_parameters_explain_is_allowed():
 
 def test_a_gradient_that_is_zero_but_for_rounding_is_allowed():
     assert problem(np.zeros_like, 1e-20)[0] == "" and problem(np.zeros_like, 1e-15)[0] != ""
+
+
+def test_a_proof_says_how_much_was_found_and_explained():
+    text, check = problem(lambda values: (values - [1 - 1e-6, 2.0]) * 1e3, 1e-12)
+    assert text == "" and check.found().endswith(
+        f", bound {16 * 2**-52:.2g}, but for 1 of 3 whose condition explains more"
+    )
+    _, check = problem(np.copy, 2.0**-52)
+    assert re.fullmatch(r"[\d.e-]+ of their norm \(w, step 1\), bound 3.6e-15", check.found())
+    check.sharper = check.device
+    assert check.found().endswith("(w, step 1), bound 4 times the rounding")
+    assert problem(np.copy, 0.0)[1].found() == "0 of their norm, bound 3.6e-15"
+
+
+def test_what_exceeds_its_limit_most_is_named_first():
+    device = Device(np.copy)
+    ranks = quantities(3.0, device.state_dict(True), np.zeros(0))
+    ranks["gradient of w"] = ranks["gradient of w"] * (1 + 1e-9)
+    ranks["gradient of other"] = ranks["gradient of other"] * (1 + 1e-6)
+    text = GradientCheck(device, exact=False, loads=False).problem(0, ranks)
+    assert text.startswith(
+        "gradient of other (and 1 more): norm 0.001 on the ranks, 0.001 on one device; they differ by 1e-09"
+    )
+
+
+class Routing(Device):
+    """One device of which a token goes to another expert if its parameter is moved."""
+
+    def __init__(self, tp):
+        super().__init__(np.copy)
+        self.layout = SimpleNamespace(tp=tp, cp=1)
+
+    def compute_gradient(self, step):
+        is_moved = self.optimizer.parameters[0].data[0] != 1.0
+        self.moes = [SimpleNamespace(load=np.array([5, 3]) if is_moved else np.array([4, 4]), dropped=0)]
+        return 3.0
+
+
+@pytest.mark.parametrize(("tp", "explained"), [(1, 0), (2, 2)])
+def test_loads_may_differ_only_where_a_layer_is_split(tp, explained):
+    """By twice what moved parameters change, if a layer is split over ranks; else one device sums in the same order."""
+    for moved in range(5):
+        ranks = quantities(3.0, Device(np.copy).state_dict(True), np.array([[4 + moved, 4 - moved, 0]]))
+        text = GradientCheck(Routing(tp), exact=False, loads=True).problem(0, ranks)
+        assert text.startswith("loads: norm") == (moved > explained), text
 
 
 # ---- what --verify leaves alone --------------------------------------------------------------------------------------

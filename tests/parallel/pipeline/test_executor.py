@@ -20,7 +20,7 @@ from minipar.parallel.pipeline.actions import Action, Schedule, parse_action, si
 from minipar.parallel.pipeline.check import check, lower
 from minipar.parallel.pipeline.schedule_file import load_csv, save_csv
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.stage import PipelineStage
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage
 
 # Schedule, ranks, microbatches, layers, stages per rank: fewer microbatches than ranks, more, as many, not a multiple;
 # as many layers as stages, a few more (uneven stages), many more.
@@ -376,3 +376,29 @@ def test_gradients_added_in_another_order_are_caught():
     for name, gradient in expected.items():
         (found,) = [run.gradients[name] for run in runs if run.gradients[name] is not None]
         np.testing.assert_allclose(found, gradient, rtol=1e-9, atol=1e-15)
+
+
+class Sized:
+    """A schedule of so many messages in a step; whoever asks for its actions has accepted it."""
+
+    name = "sized"
+
+    def __init__(self, stages, microbatches):
+        self.stages, self.microbatches = stages, microbatches
+
+    def unpaired(self):
+        raise KeyError("accepted")
+
+
+def test_a_step_has_at_most_as_many_messages_as_there_are_tags():
+    """The tags of users are 0 to 65,535, of which the tied embedding has the first two."""
+
+    def executor(*sizes):
+        return PipelineExecutor(Sized(*sizes), None, {}, (), None)
+
+    with pytest.raises(KeyError, match="accepted"):
+        executor(1, 32767)
+    with pytest.raises(
+        UsageError, match=r"2\*stages\*microbatches = 2\*2\*16384 messages .* than the 65534 tags there are"
+    ):
+        executor(2, 16384)

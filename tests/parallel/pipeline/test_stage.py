@@ -78,6 +78,7 @@ def test_a_large_head_takes_blocks_away_from_its_stage():
     assert balanced_cuts([0, 1, 1, 1, 1, 1, 1, 0], 3) == [3, 2, 3]
     assert balanced_cuts([0, 1, 1, 1, 1, 1, 1, 2], 3) == [3, 3, 2]
     assert balanced_cuts([0, 1, 1, 1, 1, 1, 1, 100], 2)[-1] == 2
+    assert balanced_cuts([0, 1, 1, 1, 1, 1, 0], 2) == [3, 4]  # of equally good cuts, that with the shorter first stages
 
 
 def test_fewer_layers_than_stages_and_cuts_that_do_not_fit():

@@ -9,12 +9,12 @@ from training import joined
 
 from minipar.autograd import Function, Tensor, gelu, linear
 from minipar.comm import run_local
-from minipar.nn import Linear, Parameter
+from minipar.nn import Embedding, Linear, Parameter
 from minipar.parallel.placement import Partial, Placement, Replicate, Shard
 from minipar.parallel.tensor.layers import Border, ColumnLinear, Inside, RowLinear
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
-from minipar.parallel.tensor.user_layers import ColumnParallelLinear
+from minipar.parallel.tensor.user_layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 SIZES = [1, 2, 3, 4, 8]
 RANDOM = np.random.Generator(np.random.Philox(41))
@@ -248,5 +248,32 @@ def test_weight_and_bias_are_split_group_by_group(size, groups, transposed):
         for own, serial in ((layer.weight, whole.weight), (layer.bias, whole.bias)):
             assert close(joined(comm, own, own.data), serial.data)
             assert close(joined(comm, own, own.grad), serial.grad)
+
+    run_local(size, rank)
+
+
+LAYERS = {
+    "column": (ColumnParallelLinear, Linear, (H, 36)),
+    "row": (RowParallelLinear, Linear, (36, H)),
+    "vocabulary": (VocabParallelEmbedding, Embedding, (13, H)),
+}
+OPTIONS = {"seed": 3, "dtype": "float64", "std": 0.5}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("options", [{}, OPTIONS, {**OPTIONS, "bias": False, "transposed": True}])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_users_layers_start_from_the_serial_layers_values(kind, options, size):
+    """Also with no other argument than sizes and name: the same seed, scale and dtype, and a bias of zeros."""
+    parallel, serial, sizes = LAYERS[kind]
+    if kind == "vocabulary":
+        options = {name: value for name, value in options.items() if name in OPTIONS}
+    expected = serial(*sizes, name="a", **options)
+
+    def rank(comm):
+        layer = parallel(*sizes, comm, name="a", **options)
+        for own, whole in zip(layer.parameters(), expected.parameters(), strict=True):
+            values = own.data if own.placement is None else joined(comm, own, own.data)
+            assert own.dtype == whole.dtype and values.tobytes() == whole.data.tobytes()
 
     run_local(size, rank)
