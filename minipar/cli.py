@@ -135,7 +135,7 @@ def say(text: str, out: TextIO | None) -> None:
     except OSError as error:
         discard(out)
         if not isinstance(error, BrokenPipeError):
-            print(f"minipar: note: progress cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            print(f"minipar: note: progress cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def open_to_append(path: str) -> TextIO:

@@ -48,7 +48,7 @@ def end_every_rank(comm: Communicator, error: KeyboardInterrupt | UsageError | M
     if isinstance(error, KeyboardInterrupt):
         # mpirun passes Ctrl-C on to every rank. The first one ends them all, without their tracebacks.
         if comm.rank == 0:
-            print("minipar: interrupted", file=sys.stderr, flush=True)
+            print("minipar: interrupted", file=sys.stderr)
         code = 130
         everyone = comm.size == 1
     elif isinstance(error, SystemExit):

@@ -65,7 +65,7 @@ class Engine:
                 if (notices := self.transport.notices) is not None:
                     notices.look(request, seconds, self)
                 if seconds > said and self.transport.rank == 0:
-                    print(f"minipar: {request.describe()}: waiting for {seconds:.0f} s", file=sys.stderr, flush=True)
+                    print(f"minipar: {request.describe()}: waiting for {seconds:.0f} s", file=sys.stderr)
                     said *= 2
                 if seconds > self.timeout:
                     text = f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)"

@@ -27,6 +27,6 @@ def end_process(rank: int, process: int, status: int) -> NoReturn:
     if os.getpid() != process or status % 256 != 0:
         _exit(status)
     remedy = "return, or call sys.exit(0), which lets the other ranks finish"
-    print(f"minipar: rank {rank} has called os._exit(0), which ends the job: {remedy}", file=sys.stderr, flush=True)
+    print(f"minipar: rank {rank} has called os._exit(0), which ends the job: {remedy}", file=sys.stderr)
     mpirun.end_job(1)
     _exit(1)

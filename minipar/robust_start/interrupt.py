@@ -21,7 +21,7 @@ FIRST_SECONDS = 1.0  # how long the other ranks leave to rank 0, which prints th
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """End this process, and with MPICH's mpirun the job. (The handler of SIGINT.)"""
     if os.environ.get("PMI_RANK", "0") == "0":
-        print("minipar: interrupted", file=sys.stderr, flush=True)
+        print("minipar: interrupted", file=sys.stderr)
     else:
         time.sleep(FIRST_SECONDS)
     mpirun.end_job(CODE)

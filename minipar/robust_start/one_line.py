@@ -15,7 +15,7 @@ MEET_SECONDS = 3.0  # how long a rank with a usage error waits for the others to
 def print_error(error: UsageError | MemoryError) -> None:
     """Print the line of an error, after what the program has printed."""
     sys.stdout.flush()
-    print(error_line(error), file=sys.stderr, flush=True)
+    print(error_line(error), file=sys.stderr)
 
 
 @contextmanager

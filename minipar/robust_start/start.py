@@ -75,7 +75,7 @@ def prepare_host() -> None:
     try:
         check_shared_memory()
     except UsageError as error:
-        print(error_line(error), file=sys.stderr, flush=True)
+        print(error_line(error), file=sys.stderr)
         mpirun.end_job(2)
         os._exit(2)
 

@@ -42,7 +42,7 @@ def watch(hosts: list[int], timeout: float, started: threading.Event, clean_up: 
         # ends all.
         if started.wait(WATCH_SECONDS + TURN_SECONDS * (me - first)):
             return
-        print(f"minipar: {reason}", file=sys.stderr, flush=True)
+        print(f"minipar: {reason}", file=sys.stderr)
         clean_up()
         mpirun.end_job(1)
         os._exit(1)
