@@ -95,7 +95,7 @@ def setting(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
         variable.reset(token)
 
 
-def use_device(device: str, rank: int = 0) -> None:
+def use_device(device: str, rank: int) -> None:
     """Choose "cpu" (NumPy) or "cuda" (CuPy, GPU `rank` modulo the host's).
 
     UsageError if CuPy or a GPU is missing.

@@ -19,6 +19,7 @@ from mutants.drawn import (
     listed,
     of_package,
     proved,
+    quickest,
     report,
     rounds,
     run,
@@ -182,6 +183,20 @@ def test_no_lines_are_measured_that_a_mutant_does_not_need(condition, tmp_path):
         raise AssertionError("the first round has caught it")
 
     assert run([condition], one_round, 1, tmp_path / "trees")[0].outcome == CAUGHT
+
+
+def test_a_listed_mutant_needs_the_quickest_tests_alone(condition):
+    here = {condition.file: 1 << line_number(condition)}
+    elsewhere = [MeasuredTest("elsewhere", 0.1, {"minipar/errors.py": 1})]
+    some = [MeasuredTest("quick", 0.1, here), MeasuredTest("slow", 30.0, here)]
+
+    def three_rounds():
+        yield elsewhere
+        yield some
+        raise AssertionError("the second round has quick tests")
+
+    assert list(quickest(condition, three_rounds())) == [some[:1]]
+    assert list(quickest(condition, [elsewhere, some[1:]])) == []
 
 
 def test_a_mistake_at_import_is_seen_by_tests_of_functions():

@@ -191,11 +191,11 @@ def test_backend_runs_on_it():
 
 def test_a_device_of_another_name_is_refused():
     with pytest.raises(UsageError, match="--device gpu: expected cpu or cuda"):
-        backend.use_device("gpu")
+        backend.use_device("gpu", 0)
 
 
 def test_cuda_without_a_gpu_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
     with pytest.raises(UsageError, match="--device cuda needs CuPy .* and a GPU"):
-        backend.use_device("cuda")
+        backend.use_device("cuda", 0)
     assert backend.xp.module is np

@@ -46,7 +46,7 @@ def check_unchanged(leaf: Any, number: int) -> None:
     model nor the new one. A leaf that was given other values, or its old ones, is fine. NB: PyTorch
     compares versions of the values.
     """
-    if getattr(leaf, "changed_at", -1) > number and leaf.changed_values is leaf.data:
+    if getattr(leaf, "changed_values", None) is leaf.data and leaf.changed_at > number:
         why = "the optimizer has changed the parameters since this loss was computed"
         raise RuntimeError(f"backward() too late: {why}; call loss.backward() before optimizer.step()")
 

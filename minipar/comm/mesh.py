@@ -57,7 +57,7 @@ class DeviceMesh:
         return self.world.row([self.rank_at(**dict(zip(axes, point, strict=True))) for point in points], axes[0])
 
 
-def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int, cp: int = 1) -> dict[str, int]:
+def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int, cp: int) -> dict[str, int]:
     """Return the size of each axis; dp=None takes what the others leave.
 
     UsageError if the sizes do not fit.

@@ -42,7 +42,7 @@ RAISED_SECONDS = 1.0  # for other ranks to have the same exception, which one of
 STATUS = MPI.Status()  # read at once after each test, so one serves all (one thread per rank calls MPI)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Send(Message):
     """A message that this rank sends."""
 
@@ -52,7 +52,7 @@ class _Send(Message):
         return self.handle.Test()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Receive(Message):
     """A message received.
 
@@ -136,7 +136,6 @@ class Notices:
         if digest in [raised.get(rank) for rank in lower]:
             time.sleep(2 * RAISED_SECONDS)  # the abort of the rank that prints ends this one, unless it died first
         sys.stderr.write(f"rank {self.rank}:\n{text}")
-        sys.stderr.flush()
         self.wait(RAISED, range(self.size), deadline)
         if same := [str(rank) for rank in range(self.rank + 1, self.size) if raised.get(rank) == digest]:
             sys.stderr.write(f"minipar: the same on rank {', '.join(same)}\n")
@@ -212,7 +211,7 @@ class MPITransport:
     def group(self, ranks: Sequence[int], name: str) -> "MPITransport":
         everyone = self.comm.Get_group()
         members = everyone.Incl(list(ranks))
-        comm = self.comm.Create_group(members, 0)
+        comm = self.comm.Create_group(members)
         members.Free()
         everyone.Free()
         return MPITransport(comm, [self.ranks[rank] for rank in ranks], self.notices, name)

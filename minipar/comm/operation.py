@@ -20,7 +20,7 @@ DTYPES: dict[int, str] = {np.dtype(letter).num: np.dtype(letter).name for letter
 Bounds = Sequence[tuple[int, int]]
 
 
-@dataclass(slots=True)  # To make a frozen one takes a microsecond more.
+@dataclass  # To make a frozen one takes a microsecond more.
 class Operation:
     """A call of a collective, with flat host arrays. `input` and `output` may be the same array."""
 
@@ -50,7 +50,7 @@ def to_tag(operation: Operation, number: int) -> int:
     elements = operation.input.size if operation.sends is None else 0  # with counts, each rank has its own number
     tag = 128 + number % 128  # the leading 1 makes every tag larger than USER_TAGS
     tag = tag * 128 + elements % 128
-    tag = tag * 32 + operation.input.dtype.num % 32
+    tag = tag * 32 + min(operation.input.dtype.num, 31)
     tag = tag * 2 + (1 if operation.combine is np.maximum else 0)
     tag = tag * 8 + ALGORITHM_NAMES.index(operation.algorithm)
     return tag * 8 + OPERATIONS.index(operation.name)

@@ -30,7 +30,7 @@ class _Released(BaseException):
     """An exception that ends a rank because another one has failed."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Message(Message):
     """One half of a message, and the request for it."""
 

@@ -84,7 +84,7 @@ class Transport(Protocol):
         """
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Message:
     """One rank's half of a message.
 

@@ -276,9 +276,9 @@ def squared_norm(arrays: Iterable[Array]) -> float:
     total = 0.0
     for array in arrays:
         flat = array.reshape(-1)
-        step = BLOCK if is_host(flat) else max(flat.size, 1)
-        for start in range(0, flat.size, step):
-            block = flat[start : start + step]
+        starts = range(0, flat.size, BLOCK)
+        blocks = [flat[start : start + BLOCK] for start in starts] if is_host(flat) else [flat]
+        for block in blocks:
             if block.dtype.itemsize == 2:
                 block = block.astype("float32")
             total += float((block * block).sum(dtype="float64"))

@@ -37,7 +37,7 @@ class Parameter(DeferredValues, Tensor):
         # is refused.
         self.used_gradient: Array | None = None
         self.changed_values: Array | None = None
-        self.changed_at = -1
+        self.changed_at: int | None = None
         if not deferred:
             self.materialize()
 

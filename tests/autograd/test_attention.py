@@ -148,6 +148,16 @@ def test_blocks_run_on_a_device(small_blocks):
         np.testing.assert_allclose(ours.get(), theirs, rtol=1e-12, atol=1e-13)
 
 
+def test_the_diagonal_meets_the_last_block_of_each_row_alone():
+    """With the sizes of blocks as they are, and a length that ends in neither."""
+    assert KEY_BLOCK % QUERY_BLOCK == 0
+    q, k, v = problem(KEY_BLOCK + QUERY_BLOCK + 3, KEY_BLOCK + QUERY_BLOCK + 3, 1, 1)
+    out, _ = attend(q, k, v, 0.7)
+    for row in (QUERY_BLOCK, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, q.shape[-2] - 1):
+        last, _ = attend(q[..., row : row + 1, :], k[..., : row + 1, :], v[..., : row + 1, :], 0.7, causal=False)
+        np.testing.assert_allclose(out[..., row, :], last[..., 0, :], rtol=1e-12, atol=1e-13)
+
+
 # ---- which method, and what it costs ---------------------------------------------------------------------------------
 
 

@@ -147,6 +147,13 @@ def test_gradients_are_written_into_the_buffer_in_place():
     assert x.grad is x.grad_buffer and x.grad.tolist() == [[3, 3], [3, 3]]
 
 
+def test_a_buffer_gets_the_gradient_of_any_operation():
+    x = Tensor(np.ones(2), requires_grad=True)
+    x.grad_buffer = np.full(2, np.nan)
+    (x * 3.0).sum().backward()
+    assert x.grad is x.grad_buffer and x.grad.tolist() == [3, 3]
+
+
 def test_the_gradient_of_a_shared_array_is_not_overwritten():
     """Both inputs of an addition receive the same gradient array; adding to one must not change the other."""
     a, b = Tensor(np.ones(3), requires_grad=True), Tensor(np.ones(3), requires_grad=True)

@@ -159,3 +159,47 @@ def test_a_batch_without_targets_has_loss_and_gradient_zero():
     loss = cross_entropy_sum(x, np.array([-100, -100]))
     loss.backward()
     assert loss.item() == 0.0 and not x.grad.any()
+
+
+def test_a_vocabulary_of_one_token_may_have_ignored_targets():
+    x = Tensor(normal(3, 1), requires_grad=True)
+    loss = cross_entropy_sum(x, np.array([0, -100, 0]))
+    loss.backward()
+    assert loss.item() == 0.0 and not x.grad.any()
+
+
+def test_rms_norm_divides_by_the_root_of_the_mean_square():
+    x, w = 1e-3 * normal(3, 8), normal(8)  # as small as the root of epsilon, which is Llama's
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * w
+    np.testing.assert_allclose(rms_norm(Tensor(x), Tensor(w)).data, expected, rtol=1e-13)
+
+
+def test_rotary_frequencies_start_from_10_000():
+    inputs = [Tensor(normal(1, 3, 4)) for _ in range(3)]
+    expected = rotary(*inputs, np.array([5, 0, 2]), 4, 10_000).data
+    assert np.array_equal(rotary(*inputs, np.array([5, 0, 2]), 4).data, expected)
+
+
+def test_a_mask_alone_drops_without_scaling():
+    x = Tensor(normal(2, 4, 18))
+    everything = np.ones((2, 3, 4, 4), bool)
+    assert np.array_equal(causal_attention(x, 3, keep=everything).data, causal_attention(x, 3).data)
+
+
+@pytest.mark.parametrize("least", [0, 1, 2])
+def test_a_tokens_gradient_has_the_same_bits_among_other_tokens(least):
+    """Its rows are added in their order, also into a buffer that holds other values."""
+    index = RANDOM.integers(least, 3, 200)
+    weights = normal(200, 4)
+
+    def gradient(rows, buffer=None):
+        table = Tensor(np.zeros((5, 4)), requires_grad=True)
+        table.grad_buffer = buffer
+        embedding(table, index[rows]).backward(weights[rows])
+        return table.grad
+
+    alone = sum(gradient(index == token) for token in range(5))
+    everything = np.ones(200, bool)
+    for whole in (gradient(everything), gradient(everything, np.full((5, 4), 7.0))):
+        assert np.array_equal(whole, alone) and not whole[3:].any()
+    np.testing.assert_allclose(alone[least], weights[index == least].sum(0), rtol=1e-12)

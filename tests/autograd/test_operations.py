@@ -111,6 +111,8 @@ def test_two_dims_are_swapped_as_in_torch():
     assert np.array_equal(Tensor(x).transpose(1, 2).data, x.swapaxes(1, 2))
     assert np.array_equal(Tensor(x[0]).transpose(0, 1).data, x[0].T)  # NumPy's would leave it
     assert np.array_equal(Tensor(x).transpose(2, 0, 1).data, x.transpose(2, 0, 1))
+    for dims in ((-3, 2), (0, -1), (2, -3)):  # the first dim and the last, from either end
+        assert np.array_equal(Tensor(x).transpose(*dims).data, x.swapaxes(0, 2))
 
 
 @pytest.mark.parametrize("dims", [(0,), (0, 3), (0, 1, 1), (0, 1, 3), (0, 1, 2, 3), (-4, 0)])
@@ -144,6 +146,8 @@ def test_tensors_and_parameters_are_shown_in_one_short_line():
         repr(Tensor(np.array(2.5))): "Tensor(2.5, float64)",
         repr(leaf([[1, 2]], "float32")): "Tensor([[1.0, 2.0]], float32, requires_grad=True)",
         repr(Tensor(np.zeros((300, 70)))): "Tensor(shape (300, 70), float64)",
+        repr(Tensor(np.arange(8))): "Tensor([0, 1, 2, 3, 4, 5, 6, 7], int64)",
+        repr(Tensor(np.arange(9))): "Tensor(shape (9,), int64)",
         repr(mp.Linear(30, 70, name="x").weight): "Parameter(shape (30, 70), float32, requires_grad=True)",
         f"{[Tensor(np.zeros((3, 7)))]}": "[Tensor(shape (3, 7), float64)]",
         f"{Tensor(np.zeros((3, 7)))}": "Tensor(shape (3, 7), float64)",

@@ -1,6 +1,7 @@
 """Asynchronous work: any order of waiting, many at once, and axes issued in different orders."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -177,5 +178,41 @@ def test_a_wait_that_meets_another_axis_error_can_be_repeated():
         if comm.rank == 0:
             with pytest.raises(CommunicationError, match="tp rank"):
                 failing.wait()
+
+    run_local(2, program)
+
+
+def test_what_follows_an_operation_is_called_once_it_is_done():
+    def program(comm):
+        called = []
+        if comm.rank == 1:
+            comm.barrier()  # rank 0 is here only after it has looked
+        work = comm.irecv(np.zeros(1), 1 - comm.rank)
+        for number in range(3):
+            work.then(partial(called.append, number))
+        if comm.rank == 0:
+            assert not work.test() and called == []
+            comm.barrier()
+        out = comm.isend(np.ones(1), 1 - comm.rank)
+        assert work.wait() == 1 and called == [0, 1, 2]
+        work.then(partial(called.append, "at once"))
+        assert called == [0, 1, 2, "at once"]
+        assert work.test() and work.wait() == 1 and len(called) == 4
+        out.wait()
+
+    run_local(2, program)
+
+
+def test_a_finished_operation_is_no_longer_unwaited():
+    def program(comm):
+        works = [comm.all_reduce(np.ones(1), async_op=True) for _ in range(3)]
+        assert list(comm.engine.unwaited) == works
+        works[2].wait()
+        assert list(comm.engine.unwaited) == works[:2]
+        assert works[0].test()
+        assert list(comm.engine.unwaited) == works[1:2]
+        comm.all_reduce(np.ones(1))  # a blocking one is never listed
+        works[1].wait()
+        assert comm.engine.unwaited == {}
 
     run_local(2, program)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from transports import OURS, Wrapped, collective
 
-from minipar.comm import DeviceMesh, Network, run_local
-from minipar.comm.clock import CpuClock
+from minipar.comm import DeviceMesh, Network, run_local, start_trace
+from minipar.comm.clock import CpuClock, ModelClock
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import ThreadTransport
 from minipar.errors import UsageError
@@ -85,6 +85,13 @@ def test_only_messages_between_hosts_take_the_slow_price():
     slow, fast = 8.0 + 16 * 0.5, ALPHA + 16 * BETA
     pairs = {(0, 3): fast, (3, 4): slow, (4, 3): slow, (4, 7): fast, (0, 4): slow, (9, 10): fast}
     assert {pair: hosts.seconds(16, *pair) for pair in pairs} == pairs
+
+
+def test_by_default_messages_are_free_and_hosts_have_8_ranks():
+    assert Network().seconds(10**9) == 0
+    hosts = Network(between=Network(alpha=8.0))
+    assert [hosts.seconds(10**9, *pair) for pair in ((0, 7), (7, 8), (8, 15), (16, 15))] == [0, 8, 0, 8]
+    assert ModelClock().flops_per_second == 1e12
 
 
 def test_a_receiver_continues_no_earlier_than_the_arrival():
@@ -170,6 +177,19 @@ def test_a_region_takes_its_flops_on_the_model_clock():
         return comm.clock.now()
 
     assert run_local(1, program, clock="model") == [2.5]
+
+
+def test_a_region_without_flops_takes_no_time_and_names_none():
+    def program(comm):
+        comm.clock.flops_per_second = 4.0
+        start_trace(comm)
+        with comm.tracer.region("outer"):
+            with comm.tracer.region("inner", flops=2.0):
+                pass
+        return comm.clock.now(), [(event["name"], event["dur"], event.get("args")) for event in comm.tracer.events]
+
+    expected = [("inner", 0.5e6, {"flops": 2.0}), ("outer", 0.5e6, None)]
+    assert run_local(1, program, clock="model") == [(0.5, expected)]
 
 
 def test_clock_headers_are_not_traffic():

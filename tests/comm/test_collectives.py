@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from minipar.comm import ALGORITHMS, chunk_bounds, messages, run_local, wire_bytes
+from minipar.comm.algorithms import fold, real_rank
 from minipar.comm.traffic import sent
 from minipar.errors import CommunicationError, UsageError
 
@@ -123,7 +124,9 @@ def test_an_all_to_all_takes_unequal_counts(p):
     run_local(p, program)
 
 
-@pytest.mark.parametrize("counts", [([1, 1], [1, 1]), ([4, -1], [4, 0]), ([3], [3]), ([2, 1], [1, 1])])
+@pytest.mark.parametrize(
+    "counts", [([1, 1], [1, 1]), ([4, -1], [4, 0]), ([3, 0], [3, -1]), ([3], [3]), ([3, 0], [3]), ([2, 1], [1, 1])]
+)
 def test_an_all_to_all_rejects_counts_that_do_not_fit(counts):
     given = "rank ., all_to_all: counts " + re.escape(f"{counts[0]}, {counts[1]} of 3 elements: expected one for each")
     with pytest.raises(CommunicationError, match=given):
@@ -139,6 +142,12 @@ def test_broadcast_from_every_root(p):
             np.testing.assert_array_equal(x[0], small_integers(n, root, "float32"))
 
     run_local(p, program)
+
+
+@pytest.mark.parametrize("root", [-1, 2, 3])
+def test_a_broadcast_needs_a_root_that_exists(root):
+    with pytest.raises(ValueError, match=rf"rank ., broadcast: root {root} is not one of the 2 ranks"):
+        run_local(2, lambda comm: comm.broadcast(np.zeros(3), root=root))
 
 
 @pytest.mark.parametrize("p", RANKS)
@@ -220,6 +229,16 @@ def test_counted_messages_and_bytes_equal_the_closed_forms(p):
     run_local(p, program)
 
 
+def test_a_closed_form_is_by_default_of_a_broadcast_from_0():
+    for p, rank in itertools.product(RANKS, range(3)):
+        if rank < p:
+            assert sent("broadcast", "binomial", 9, p, rank) == sent("broadcast", "binomial", 9, p, rank, root=0)
+            assert (
+                wire_bytes("broadcast", "binomial", 9, 8, p, rank) == sent("broadcast", "binomial", 9, p, rank)[1] * 8
+            )
+            assert messages("broadcast", "binomial", p, rank) == sent("broadcast", "binomial", 9, p, rank)[0]
+
+
 def test_equal_chunks_reach_the_lower_bound_of_bytes():
     """2n(p-1)/p for all_reduce, n(p-1)/p for its halves (Patarasuk and Yuan 2009)."""
     for p in (2, 4, 8):
@@ -228,6 +247,18 @@ def test_equal_chunks_reach_the_lower_bound_of_bytes():
             assert wire_bytes("all_reduce", name, n, 4, p, p - 1) == 2 * n * 4 * (p - 1) // p
             assert wire_bytes("reduce_scatter", name, n, 4, p, p - 1) == n * 4 * (p - 1) // p
         assert wire_bytes("all_reduce", "recursive_doubling", n, 4, p, 0) == n * 4 * (p.bit_length() - 1)
+
+
+def test_a_fold_leaves_a_power_of_two_and_pairs_the_others():
+    for p in range(1, 34):
+        q, extras, _ = fold(p, 0)
+        assert q & (q - 1) == 0 and q <= p < 2 * q and extras == p - q
+        virtual = [fold(p, rank)[2] for rank in range(p)]
+        assert [fold(p, rank)[:2] for rank in range(p)] == [(q, extras)] * p
+        resting = [rank for rank in range(p) if virtual[rank] < 0]
+        assert resting == list(range(0, 2 * extras, 2)) and {virtual[rank] for rank in resting} <= {-1}
+        assert [real_rank(each, extras) for each in range(q)] == [rank for rank in range(p) if rank not in resting]
+        assert [virtual[real_rank(each, extras)] for each in range(q)] == list(range(q))
 
 
 def test_chunks_are_cut_as_numpy_cuts_them():
@@ -242,6 +273,25 @@ def test_auto_obeys_its_stated_rule():
     assert choose("all_reduce", "auto", FEW_STEPS_BELOW) == "ordered"
     assert choose("all_gather", "auto", FEW_STEPS_BELOW) == "pairwise"
     assert choose("all_reduce", "ring", 1) == "ring"
+    few, many = ({op: choose(op, "auto", size) for op in ALGORITHMS} for size in (2**18 - 1, 2**18))
+    others = {"all_to_all": "pairwise", "broadcast": "binomial", "barrier": "dissemination"}
+    doubling = {"all_reduce": "recursive_doubling", "all_gather": "recursive_doubling"}
+    assert few == {**doubling, "reduce_scatter": "recursive_halving", **others}
+    assert many == {"all_reduce": "ordered", "all_gather": "pairwise", "reduce_scatter": "ordered", **others}
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_the_rule_counts_the_bytes_of_the_whole_array(few):
+    """Not those of a chunk: of 4 ranks, 2 messages each below 256 KiB, and 3 from there on."""
+    size = 2**18 - 4 if few else 2**18
+
+    def program(comm):
+        comm.all_reduce(np.zeros(size, np.uint8))
+        comm.reduce_scatter(np.zeros(size, np.uint8))
+        comm.all_gather(np.zeros(size // 4, np.uint8))
+        return [comm.traffic.messages(op) for op in ("all_reduce", "reduce_scatter", "all_gather")]
+
+    assert run_local(4, program) == [[2, 2, 2] if few else [6, 3, 3]] * 4
 
 
 @pytest.mark.parametrize("op", [op for op in ALGORITHMS if op != "barrier"])

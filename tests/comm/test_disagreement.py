@@ -120,6 +120,31 @@ def test_every_algorithm_has_a_place_in_the_tag():
     assert len(OPERATIONS) <= 8 and len(ALGORITHM_NAMES) <= 8
 
 
+@pytest.mark.parametrize("dtype", "?bBhHiIlLqQefdgFDG")
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 1000])
+def test_a_tag_says_which_call_it_was_modulo_128(dtype, count):
+    """Whatever the number of elements or of operations is, it changes no other part of the call."""
+    for number, elements in ((count, 5), (5, count)):
+        x = np.zeros(elements, dtype)
+        tag = to_tag(Operation("all_reduce", "ordered", input=x, output=x, combine=np.maximum), number)
+        assert USER_TAGS <= tag < 2**27
+        call = TagFields("all_reduce", "ordered", True, x.dtype.name, elements % 128, number % 128)
+        assert from_tag(tag) == call
+
+
+def test_a_dtype_that_is_not_numpys_is_another_one():
+    x = np.zeros(3, "bfloat16")
+    assert from_tag(to_tag(Operation("all_reduce", "ring", input=x, output=x), 1)).dtype == "another dtype"
+
+
+def test_with_counts_each_rank_has_its_own_number_of_elements():
+    tags = set()
+    for size in (3, 4):
+        x = np.zeros(size)
+        tags.add(to_tag(Operation("all_to_all", "pairwise", input=x, output=x, sends=[(0, size)]), 1))
+    assert [from_tag(tag).elements for tag in tags] == [0]
+
+
 def test_a_tag_knows_a_maximum_from_a_sum():
     x = np.zeros(3)
     sums, maxima = (

@@ -112,3 +112,16 @@ def test_no_color_means_no_communicator():
         return None if part is None else (part.rank, part.ranks, part.axis)
 
     assert run_local(3, program) == [(0, [0, 2], "pair"), None, (1, [0, 2], "pair")]
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp", "pp", "cp", "ep"])
+@pytest.mark.parametrize("size", [2.0, True, "2"])
+def test_a_size_that_is_no_integer_is_refused(axis, size):
+    with pytest.raises(UsageError, match=f"{axis} = {size!r}: expected an integer for each axis"):
+        run_local(2, lambda comm: DeviceMesh(comm, **{axis: size}))
+
+
+@pytest.mark.parametrize("ep", [0, -1, 3, 8])
+def test_the_ranks_of_ep_divide_those_of_dp_and_cp(ep):
+    with pytest.raises(UsageError, match=rf"dp\*cp/ep = 2\*2/{ep} is not a whole number: the ranks of ep are among"):
+        run_local(4, lambda comm: DeviceMesh(comm, dp=2, cp=2, ep=ep))

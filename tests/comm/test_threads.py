@@ -219,3 +219,46 @@ def test_a_message_needs_a_rank_that_exists(peer):
                 operation(np.zeros(3), peer)
 
     run_local(2, program)
+
+
+def test_a_failed_run_waits_for_ranks_that_still_compute():
+    """Nothing that they do happens after the error was raised."""
+    finished = []
+
+    def program(comm):
+        if comm.rank == 0:
+            raise ValueError("at once")
+        time.sleep(0.2)
+        finished.append(comm.rank)
+
+    with pytest.raises(ValueError, match="at once"):
+        run_local(3, program)
+    assert sorted(finished) == [1, 2]
+
+
+def test_a_rank_remembers_its_last_eight_operations():
+    def program(comm):
+        pair = comm.row([comm.rank], "pair")
+        for _ in range(3):
+            comm.barrier()
+            pair.barrier()
+        seen = [comm.engine.operations]
+        for _ in range(5):
+            comm.barrier()
+        return seen + [comm.engine.operations], [axis for axis, _ in comm.engine.recent]
+
+    assert run_local(2, program) == [([6, 11], ["pair", "world", "pair"] + ["world"] * 5)] * 2
+
+
+def test_a_message_has_a_tag_from_0_to_65535():
+    def program(comm):
+        for name, operation in (("send", comm.isend), ("recv", comm.irecv)):
+            for tag in (-1, 65536):
+                with pytest.raises(ValueError, match=rf"rank 0, {name}: tag {tag} is outside 0\.\.65535"):
+                    operation(np.zeros(3), 0, tag)
+        received = [comm.irecv(np.zeros(1), 0, tag) for tag in (65535, 0)]
+        for tag in (0, 65535):
+            comm.isend(np.array([float(tag)]), 0, tag)
+        return [work.wait().item() for work in received]
+
+    assert run_local(1, program) == [[65535.0, 0.0]]

@@ -142,3 +142,20 @@ def test_a_slices_wait_is_the_time_its_sender_was_late(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = {e["pid"]: (e["dur"], e["args"]["wait"]) for e in events if e["ph"] == "X"}
     assert slices == {0: (7e6, 5.0), 1: (0.0, 0.0)}
+
+
+def test_nothing_is_recorded_after_it_was_saved(tmp_path):
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+
+    def program(comm):
+        start_trace(comm)
+        comm.all_reduce(np.ones(3))
+        save_chrome_trace(str(paths[0]), comm)
+        comm.all_reduce(np.ones(3))
+        with comm.tracer.region("later"):
+            pass
+        save_chrome_trace(str(paths[1]), comm)
+
+    run_local(2, program, clock="model")
+    first, second = (json.loads(path.read_text()) for path in paths)
+    assert first == second and any(event["name"] == "all_reduce" for event in first["traceEvents"])

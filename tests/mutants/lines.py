@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,8 @@ from mutants.record_lines import FOLDER
 from mutation import ROOT, environment
 
 KEPT = ROOT / "out" / "mutants"
-ONE_AT_A_TIME = threading.Lock()  # mutants are judged at the same time, and may need the same file's lines
+# One for each file of tests: mutants are judged at the same time, and may need the same file's lines.
+LOCKS: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 PYTEST = [sys.executable, *"-m pytest -q --tb=short -p no:cacheprovider -p mutants.record_lines".split()]
 
 
@@ -55,8 +57,10 @@ def files_of_tests() -> list[str]:
 
 def tests_that_execute(files: Sequence[str]) -> list[MeasuredTest]:
     """Return all tests of these files with their lines, the quickest first. Measure what is not known."""
-    with ONE_AT_A_TIME:
-        tests = [test for file in files for test in tests_of(file)]
+    tests = []
+    for file in files:
+        with LOCKS[file]:
+            tests += tests_of(file)
     return sorted(tests, key=lambda test: test.seconds)
 
 

@@ -7,8 +7,8 @@ MUTANTS = [
     *mistakes(
         "minipar/autograd/guards.py",
         FIFTY,
-        ("guards: a graph of any age", "> number and leaf.changed_values", "> 1e99 and leaf.changed_values"),
-        ("guards: other values count as changed", "leaf.changed_values is leaf.data", "True"),
+        ("guards: a graph of any age", "leaf.changed_at > number", "leaf.changed_at > 1e99"),
+        ("guards: other values count as changed", "None) is leaf.data", "None) is not None"),
         ("guards: backward without a graph", "    if not requires_grad:\n", "    if False:\n"),
     ),
     *mistakes(

@@ -2,11 +2,17 @@
 
 import numpy as np
 import pytest
+import strict_array
 from training import MLP, small_gpt
 
 from minipar import nn
+from minipar.autograd import Tensor
 from minipar.errors import UsageError
 from minipar.nn import SGD, AdamW, Linear, Module, Parameter, clip_grad_norm
+from minipar.nn.deferred import placeholder
+from minipar.nn.guards import array_of, check_size
+from minipar.nn.layers import DropoutKeys, dropping
+from minipar.nn.optim_guards import check_names
 from minipar.parallel.placement import attach_placements
 
 WRONG = {
@@ -186,6 +192,39 @@ def test_a_model_is_made_from_its_own_config(model, config):
         getattr(nn, model)(CONFIGS[config])
 
 
+@pytest.mark.parametrize("model", CONFIGS)
+def test_a_models_defaults_keep_all_arrays_and_drop_nothing(model):
+    """Seed 0, float32, values at once, no recompute, and no dropout."""
+    made = getattr(nn, model)(CONFIGS[model])
+    explicit = getattr(nn, model)(CONFIGS[model], seed=0, dtype="float32")
+    state, expected = made.state_dict(), explicit.state_dict()
+    assert all(np.array_equal(state[name], expected[name]) for name in expected)
+    assert {array.dtype for array in state.values()} == {np.dtype("float32")}
+    tokens = np.array([[1, 2, 3]])
+    with dropping(DropoutKeys(0, 0, [0])):
+        logits = made(tokens)
+    assert np.array_equal(logits.data, explicit(tokens).data)
+    assert "_Checkpoint" not in names_of_nodes(logits)
+    again = getattr(nn, model)(CONFIGS[model], recompute=True)
+    assert names_of_nodes(again(tokens)).count("_Checkpoint") == CONFIGS[model].n_layer
+
+
+def names_of_nodes(tensor):
+    nodes, names = [tensor.node], []
+    while nodes:
+        node = nodes.pop()
+        names.append(node.operation_name())
+        nodes += [each for each in node.input_nodes if each is not None]
+    return names
+
+
+def test_a_parameter_with_a_recipe_is_by_default_deferred():
+    made = [
+        Parameter(placeholder((2,), "float64"), lambda: np.ones(2), *at_once) for at_once in ((), (True,), (False,))
+    ]
+    assert [np.isnan(each.data).all() for each in made] == [True, True, False]
+
+
 @pytest.mark.parametrize("config", [None, {"n_embd": 8}])
 def test_a_model_is_made_from_a_config(config):
     with pytest.raises(UsageError, match="GPT of a .*: give an mp.GPTConfig"):
@@ -221,3 +260,157 @@ def test_a_dtype_has_the_names_that_the_command_line_takes(dtype, name):
 def test_a_dropout_that_is_no_probability_is_refused(p):
     with pytest.raises(UsageError, match="dropout = .*: expected a probability from 0 on and below 1"):
         nn.GPT(CONFIGS["GPT"], dropout=p)
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+class Foreign:
+    """A tensor of another library: it has a dtype of its own, and gives its values as an array."""
+
+    dtype = "torch.int64"
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array([[1, 2]])
+
+
+def test_an_array_stays_where_it_is_and_a_foreign_tensor_is_read():
+    host = np.zeros((1, 2), int)
+    assert array_of("tokens", host) is host
+    assert array_of("tokens", Foreign()).tolist() == [[1, 2]]
+    on_device = strict_array.asarray(host)
+    assert array_of("tokens", on_device) is on_device  # not copied to the host, which CuPy refuses
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ([[1, 2]], r"tokens are a list: give an array, as np.array\(tokens\)"),
+        (Tensor(np.zeros((1, 2))), "tokens are a Tensor: give its array, tokens.data"),
+        (None, "tokens are a NoneType: give an array"),
+    ],
+)
+def test_what_is_no_array_is_refused(value, says):
+    with pytest.raises(UsageError, match=says):
+        array_of("tokens", value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (np.zeros(3, int), r"tokens of shape \(3,\): expected \(samples, tokens\), as tokens\[None\] for one sample"),
+        (np.zeros((1, 3, 1), int), r"tokens of shape \(1, 3, 1\)"),
+        (np.zeros((1, 3)), r"tokens of float64: expected integers, as tokens.astype\(int\)"),
+        (np.zeros((1, 3), bool), "tokens of bool: expected integers"),
+    ],
+)
+def test_tokens_are_integers_of_two_dims(tokens, says):
+    with pytest.raises(UsageError, match=says):
+        nn.GPT(CONFIGS["GPT"])(tokens)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (4, 2)])
+def test_a_layers_input_ends_with_its_columns(shape):
+    layer = Linear(4, 2, name="layer", transposed=True)
+    with pytest.raises(UsageError, match=r"Linear of 4 inputs: x has the shape .*, whose last dim must be 4"):
+        layer(np.zeros(shape))
+    assert layer(np.zeros(4)).shape == (2,) and layer(np.zeros((5, 3, 4))).shape == (5, 3, 2)
+    assert layer(np.zeros((0, 4))).shape == (0, 2)
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "2", None])
+def test_a_size_is_an_integer(value):
+    with pytest.raises(UsageError, match=f"n = {value!r}: expected an integer"):
+        check_size("n", value)
+
+
+def test_a_size_is_at_least_1():
+    for value in (0, -1):
+        with pytest.raises(ValueError, match=f"n = {value}, expected at least 1"):
+            check_size("n", value)
+    check_size("n", 1)
+    check_size("n", np.int64(3))
+
+
+def test_one_parameter_named_twice_is_no_two_of_one_name():
+    """An optimizer checks names once the parameters are unique; a model may name one parameter twice."""
+    one = Linear(2, 3, name="a").weight
+    check_names([one, Parameter(np.zeros(2)), Parameter(np.zeros(2)), one])
+    with pytest.raises(UsageError, match='the name "a.weight" and seed 0'):
+        check_names([one, Linear(2, 3, name="a").weight])
+
+
+# ---- a model's state -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ([1], "load_state_dict of a list: give what state_dict"),
+        ({"state": {}, "param_groups": []}, "an optimizer's state: write optimizer.load_state_dict"),
+        ({}, "load_state_dict of an empty state: state_dict.. of a wrapper returns the model on rank 0"),
+        ({"fc.weight": 1.0}, "fc.weight is a float: give an array"),
+        ({"fc.weight": np.zeros(2, complex)}, "fc.weight holds complex128: expected real values"),
+        ({"fc.weight": np.array(["a"])}, "fc.weight holds <U1"),
+        ({"fc.weight": np.array([None])}, "fc.weight holds object"),
+        ({"fc.weight": np.array([b"a"])}, "fc.weight holds .S1"),
+    ],
+)
+def test_a_state_that_no_model_has_is_refused(state, says):
+    with pytest.raises(UsageError, match=says):
+        Linear(2, 3, name="fc").load_state_dict(state)
+
+
+def test_a_module_without_parameters_takes_an_empty_state():
+    Module().load_state_dict({})
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_has_no_groups_and_one_name_for_its_rate():
+    optimizer = AdamW(MLP().parameters())
+    with pytest.raises(AttributeError, match="an optimizer has one group and no param_groups: set optimizer.lr"):
+        _ = optimizer.param_groups
+    for name in ("learning_rate", "LR", "learningrate"):
+        with pytest.raises(UsageError, match=f"optimizer.{name} = 0.1 would change nothing: set optimizer.lr"):
+            setattr(optimizer, name, 0.1)
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_a_gradient_is_used_once(make):
+    """Unless it is a new array, or lies in flat storage, which a strategy looks after."""
+    parameters = [Parameter(np.zeros(2)), Parameter(np.zeros(2))]
+    optimizer = make(parameters, lr=1.0)
+    parameters[0].grad = np.ones(2)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="would use the gradients of the last step again: call optimizer.zero_grad"):
+        optimizer.step()
+    parameters[1].grad = np.ones(2)  # that of another backward, next to the old one
+    with pytest.raises(RuntimeError, match="would use the gradients of the last step again"):
+        optimizer.step()
+    assert optimizer.steps == 1
+    parameters[0].grad = np.ones(2)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad_buffer = parameter.grad
+    optimizer.step()
+    optimizer.zero_grad()
+    parameters[0].grad_buffer, parameters[0].grad = None, parameters[0].used_gradient
+    with pytest.raises(RuntimeError, match="without gradients"):
+        optimizer.step()
+
+
+def test_a_parameter_keeps_the_shape_that_the_optimizer_saw():
+    parameter = Parameter(np.zeros((2, 3)))
+    optimizer = AdamW([parameter])
+    parameter.data, parameter.grad = np.zeros((1, 3)), np.zeros((1, 3))
+    says = r"a parameter of shape \(2, 3\) has the shape \(1, 3\) now: split the model first"
+    with pytest.raises(ValueError, match=says):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("given", [MLP(), Parameter(np.zeros(2)), None, 3])
+def test_what_has_no_parameters_to_go_through_is_refused(given):
+    with pytest.raises(UsageError, match=f"over a {type(given).__name__}: expected parameters; give model.parameters"):
+        SGD(given)

@@ -6,6 +6,7 @@ import pytest
 from minipar.autograd import Tensor, cross_entropy_sum, gelu
 from minipar.autograd.gradcheck import gradcheck
 from minipar.nn import GPT, SGD, Embedding, GPTConfig, LayerNorm, Linear, Module, Parameter
+from minipar.nn.layers import RMSNorm, generator
 
 RANDOM = np.random.Generator(np.random.Philox(12))
 X = RANDOM.standard_normal((6, 8))
@@ -70,6 +71,24 @@ def test_loading_fills_the_arrays_that_are_there():
     assert np.array_equal(model(X).data, other(X).data)
 
 
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["a"], "unexpected a"),
+        (["c", "a", "b"], "unexpected c, a, b"),
+        (["a", "b", "c", "d"], r"unexpected 4 names: a, b, c, \.\.\."),
+    ],
+)
+def test_the_first_three_of_many_names_are_shown(names, says):
+    model = MLP()
+    state = model.state_dict()
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        model.load_state_dict(state | dict.fromkeys(names, np.zeros(1)))
+    kept = {name: state[name] for name in ("fc1.weight", "norm.weight")}
+    with pytest.raises(ValueError, match=f"^{says}; missing norm.bias, fc1.bias, fc2.weight$"):
+        model.load_state_dict(kept | dict.fromkeys(names, np.zeros(1)))
+
+
 def test_arrays_and_tensors_are_both_inputs():
     model = MLP(dtype="float32")
     for layer, size in ((model.fc1, 8), (model.norm, 8)):
@@ -85,6 +104,25 @@ def test_a_layer_has_the_same_weights_wherever_its_name_is_used():
     assert np.array_equal(same.weight.data, model.h[0].mlp.c_fc.weight.data)
     assert np.array_equal(Embedding(11, 8, name="wte", seed=3).weight.data, model.wte.weight.data)
     assert not np.array_equal(Linear(8, 32, name="other", seed=3).weight.data, same.weight.data)
+
+
+@pytest.mark.parametrize(("make", "shape"), [(Linear, (30, 20)), (Embedding, (30, 20))])
+def test_a_layers_defaults_are_gpt2s(make, shape):
+    """Its weights are in float32, from N(0, 0.02^2) by its name and seed 0; only a Linear has a bias."""
+    layer = make(*shape, name="layer")
+    drawn = generator(0, "layer.weight").standard_normal(shape) * 0.02
+    assert np.array_equal(layer.weight.data, drawn.astype("float32")) and layer.weight.dtype == "float32"
+    names = ["weight", "bias"] if make is Linear else ["weight"]
+    assert [name for name, _ in layer.named_parameters()] == names
+
+
+@pytest.mark.parametrize(("make", "eps"), [(LayerNorm, 1e-5), (RMSNorm, 1e-6)])
+def test_a_norms_epsilon_is_by_default_its_models(make, eps):
+    x = 1e-3 * RANDOM.standard_normal((5, 8))
+    x -= x.mean(axis=1, keepdims=True)  # so that both divide by the root of the mean square
+    expected = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + eps)
+    np.testing.assert_allclose(make(8, dtype="float64")(x).data, expected, rtol=1e-12)
+    assert make(8)(x).dtype == "float32"
 
 
 def test_a_deferred_layer_gets_its_values_from_materialize():
@@ -115,6 +153,9 @@ def test_the_mean_loss_is_the_sum_over_the_count():
     model, targets = Classifier(), np.array([0, 1, -100, 1, -100, 0])
     assert model.loss(X, targets).item() == model.loss_sum(X, targets).item() * (1 / 4)
     assert model.loss(X, np.full(6, -100)).item() == 0
+    for count in (1, 2):  # the smallest ones
+        few = np.array([-100] * (6 - count) + [1] * count)
+        assert model.loss(X, few).item() == model.loss_sum(X, few).item() / count
 
 
 def test_parameters_in_tuples_and_dicts_are_found_once():

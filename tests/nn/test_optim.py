@@ -23,6 +23,12 @@ def test_adamws_defaults_are_torchs():
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (1e-3, (0.9, 0.999), 1e-8, 0.01)
 
 
+def test_sgds_defaults_are_torchs():
+    optimizer = SGD([parameter(2)])
+    assert (optimizer.lr, optimizer.momentum, optimizer.weight_decay, optimizer.velocity) == (1e-3, 0, 0, [])
+    assert Optimizer([parameter(2)]).lr == 0  # a rule without a learning rate changes nothing by one
+
+
 def test_adamw_is_the_published_update_and_decays_matrices_only():
     matrix, vector = parameter(3, 4), parameter(5)
     optimizer = AdamW([matrix, vector], lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
@@ -81,6 +87,22 @@ def test_sgd_with_momentum_and_decay():
     np.testing.assert_allclose(p.data, value, rtol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_sgd_computes_in_the_parameters_dtype(dtype, momentum):
+    """A gradient may be wider: in flat storage it is float32 for parameters in 2 bytes."""
+    values, g = RANDOM.standard_normal((2, 40)).astype(dtype)
+    p = Parameter(values.copy())
+    optimizer = SGD([p], lr=0.25, momentum=momentum)
+    for factor in (1.0, 1.0 + momentum):
+        wide = (g.astype("float64") + 1e-4).astype("float32" if p.dtype.itemsize == 2 else "float64")
+        p.grad = wide
+        before = p.data.copy()
+        optimizer.step()
+        expected = before - 0.25 * (factor * wide.astype(dtype)).astype(dtype)
+        assert p.dtype == dtype and p.data.tobytes() == expected.astype(dtype).tobytes()
+
+
 def test_optimizers_fold_tied_gradients_before_they_step():
     p = Parameter(np.zeros((1, 1)))
     leaf = p.tie()
@@ -97,6 +119,10 @@ def test_clipping_scales_all_gradients_by_one_factor():
     assert clip_grad_norm([a, b, unused], None) == pytest.approx(norm, rel=1e-14)
     assert clip_grad_norm([a, b, unused], norm * 2) == pytest.approx(norm, rel=1e-14)
     assert np.array_equal(np.concatenate([a.grad.reshape(-1), b.grad]), before)
+    a.grad, b.grad = np.full((2, 3), 2.0), np.array([5.0, 0, 0, 0])
+    assert clip_grad_norm([a, b, unused], 7.0) == 7.0
+    assert (a.grad == 2).all() and b.grad[0] == 5  # a norm that is as large as allowed is not scaled
+    a.grad, b.grad = before[:6].reshape(2, 3).copy(), before[6:].copy()
     clip_grad_norm([a, b, unused], 0.5)
     np.testing.assert_allclose(np.concatenate([a.grad.reshape(-1), b.grad]), before * 0.5 / (norm + 1e-6), rtol=1e-13)
 
@@ -154,6 +180,8 @@ def test_the_rate_warms_up_then_stays_or_follows_a_cosine():
     assert cosine[0] == 0.5 and cosine[1] == 1.0 and cosine[-1] == pytest.approx(0.1)
     assert cosine[3] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 2)))
     assert rates("cosine", 0, 1) == [1.0]
+    for warmup, total in ((0, 2), (1, 3), (3, 5)):  # it falls in one step
+        assert rates("cosine", warmup, total)[warmup:] == [1.0, pytest.approx(0.1)]
     with pytest.raises(ValueError, match="constant or cosine"):
         rates("linear", 0, 1)
 
