@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from minipar.compare.causes import CLIPPED, MEANS, OTHER, causes, describe, part_of
+from minipar.compare.causes import CLIPPED, MEANS, OTHER, causes, describe, name_strips
 from minipar.compare.differences import as_text, compare
 from minipar.record import Record, measure
 
@@ -467,7 +467,7 @@ def test_a_group_of_parameters_has_the_shortest_name(names, words):
     ],
 )
 def test_strips_are_a_ranks_part_or_are_counted(count, strips, tps, words):
-    assert part_of([i in strips for i in range(count)], 0, tps) == words
+    assert name_strips([i in strips for i in range(count)], 0, tps) == words
 
 
 @pytest.mark.parametrize(("dtype", "noise"), [("float64", 64 * 2**-52), ("float32", 64 * 2**-23), ("bfloat16", 1e-3)])
