@@ -794,7 +794,8 @@ if rank == 0:
 # Left alone, one expert of the last layer gets every token. A token has $k = 2$ rows, so this expert has half of the
 # rows: $E/k = 4$ times the mean, the most that is possible. A second and a third expert share most of the other half,
 # and three of eight are idle. They learn nothing. On 8 ranks with one expert each the layer would take four times as
-# long as it should. Both remedies hold most / mean below 2.
+# long as it should. Both remedies hold most / mean below 2. (What is printed is a mean over 20 steps, what stands above
+# the picture one over 50.)
 #
 # Look at the loss as well: it is *lowest* for the lopsided one. After 200 steps of a tiny model a few experts are
 # enough, and each of them has seen more tokens than eight balanced ones have. The auxiliary loss costs more than the

@@ -34,7 +34,8 @@ comm = world()
 rank, P = comm.rank, comm.size  # this rank, and the number of ranks
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 bf16 = np.dtype(ml_dtypes.bfloat16)  # NumPy has no bf16 of its own
-update, steps = 2**-9, 24
+update = 2**-9
+steps = 24
 weight, master = bf16.type(1), np.float32(1)
 curves = {"exact": [1.0], "bf16": [1.0], "bf16, with an fp32 master": [1.0]}
 for i in range(1, steps + 1):
@@ -203,7 +204,8 @@ def adamw_step(weight, master, m, v, gradient, step, lr=1e-3, beta1=0.9, beta2=0
 
 
 start = np.linspace(-2, 2, 500, dtype=np.float32).astype(bf16)
-ours, parameter = start.copy(), Parameter(start.copy())
+ours = start.copy()
+parameter = Parameter(start.copy())
 state = ours.astype(np.float32), np.zeros(500, np.float32), np.zeros(500, np.float32)
 library = AdamW([parameter], lr=1e-3)
 for i in range(1, 11):
@@ -301,7 +303,8 @@ def trainer_for(flags, kind=Trainer, **axes):
 
 def held_by(flags):
     """Train and return the trainer, and the bytes of parameters, gradients and optimizer at all moments of a step."""
-    with (ledger := MemoryLedger()).recording():
+    ledger = MemoryLedger()
+    with ledger.recording():
         trainer = trainer_for(f"--dtype bf16 --global-batch {P} {flags}")
         list(trainer.train())
     return trainer, {kinds[:3] for _, kinds in ledger.moments}
@@ -408,7 +411,9 @@ def descend(is_good, scale=LOSS_SCALE):
 
     is_good: decides whether this rank takes a step, from whether its own chunk of the sum is finite
     """
-    whole, good, scales = np.zeros(size), 0, []
+    whole = np.zeros(size)
+    good = 0
+    scales = []
     for _ in range(60):
         with np.errstate(over="ignore", invalid="ignore"):
             gradient = (scale * slopes * (whole - targets)).astype(np.float16)  # may vanish, or become infinite
@@ -526,7 +531,8 @@ lines = {
 }
 bounds = [(p - 1) / 2**8 for p in RANKS]
 first, second, third = lines.values()
-assert all(error <= bound for line in (first, second) for error, bound in zip(line, bounds, strict=False))
+for line in (first, second):
+    assert all(error <= bound for error, bound in zip(line, bounds, strict=False))
 assert max(third) <= 2**-8 and first[-1] > 0.5 and second[-1] > 3 * third[-1]
 if rank == 0:
     show(figures.plot_ring_error(RANKS, lines, bounds), "13_ring_error")
@@ -562,7 +568,8 @@ def distances(p, dtype, steps=30, n=192, offset=12.0):
     solution, side = random.normal(size=(2, n))
     aside = np.full(p, -1.0)
     aside[0] = p - 1
-    theta, found = np.zeros(n), []
+    theta = np.zeros(n)
+    found = []
     for _ in range(steps):
         found.append(float(((theta - solution) ** 2).sum() / (solution**2).sum()))
         gradients = theta - (solution + offset * aside[:, None] * side) + 0.1 * random.normal(size=(p, n))
@@ -570,7 +577,7 @@ def distances(p, dtype, steps=30, n=192, offset=12.0):
     return found
 
 
-CASES = [(p, dtype) for dtype in ("bfloat16", "float32") for p in (96, 384)] + [(12, "bfloat16"), (48, "bfloat16")]
+CASES = [(96, "bfloat16"), (384, "bfloat16"), (96, "float32"), (384, "float32"), (12, "bfloat16"), (48, "bfloat16")]
 NAMES = [f"{p} ranks, sums in {'bf16' if dtype == 'bfloat16' else 'fp32'}" for p, dtype in CASES]
 runs = dict(zip(NAMES, shared(comm, distances, CASES), strict=True))
 for name, run in runs.items():
