@@ -22,12 +22,7 @@ TOKENS_TODAY = 117_500  # 5,670 of them are the comparison of two runs, which wa
 DEEP = {"minipar/nn/moe.py:Mixtral": 4}
 
 # How often a file of autograd, nn and parallel uses setattr, vars, __dict__, or getattr with a computed name.
-COMPUTED_NAMES = {
-    "minipar/nn/llama.py": 1,
-    "minipar/nn/module.py": 2,
-    "minipar/nn/optim.py": 1,
-    "minipar/parallel/zero_optimizer.py": 1,
-}
+COMPUTED_NAMES = {"minipar/nn/llama.py": 1, "minipar/nn/module.py": 2, "minipar/nn/optim.py": 1}
 
 
 CORE = densities(core())

@@ -66,13 +66,11 @@ class Bucket:
                 p.grad = view
         return self.gradient
 
-    def take_gradient(self) -> Array:
-        """Return the flat array, and drop the bucket's references to it: it is freed when the caller drops it."""
-        gradient = self.gradient
+    def drop_gradient(self) -> None:
+        """Drop the references to the flat array, which is freed when its collective has ended."""
         self.gradient = None
         for p in self.parameters:
             p.grad = p.grad_buffer = None
-        return gradient
 
 
 class BackwardHooks:

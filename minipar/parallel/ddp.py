@@ -160,6 +160,4 @@ class DistributedDataParallel:
         self.guard.before_state()
         return gather_state(self.model, self.parameters(), self.comm)
 
-    def load_state_dict(self, state: Any) -> None:
-        """Raise UsageError: the model's `load_state_dict` comes before the wrapper."""
-        refuse_late_state()
+    load_state_dict = refuse_late_state  # the model's `load_state_dict` comes before the wrapper

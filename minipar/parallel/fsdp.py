@@ -9,6 +9,7 @@ backward follows at once. Backward reduce-scatters the gradient of a unit as soo
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from minipar.parallel.groups import Group, by_unit, groups_over, prepare, segmen
 from minipar.parallel.guards import check_freed, check_wrapping, checksum, refuse_late_state
 from minipar.parallel.hybrid import GradientComm, Pending, in_dtype, over_shards, replicas_of_shards
 from minipar.parallel.loss import global_mean_loss
-from minipar.parallel.shards import Chunk, UnitPass, all_shards, allocate_gradient, at_backward, unit_passes
+from minipar.parallel.shards import Chunk, all_shards, allocate_gradient, at_backward
 from minipar.parallel.state import gather_state
 from minipar.parallel.step_guard import Guard
 
@@ -85,6 +86,41 @@ class Unit(Bucket):
             leaf.data = placeholder(leaf.shape, self.dtype)
 
 
+@dataclass(frozen=True)
+class UnitPass:
+    """A segment of the model, and the units that it needs in forward and backward."""
+
+    segment: Segment
+    reads: Sequence[Unit]  # the segment reads the parameters of these
+    previous: Sequence[Unit]  # the segment before reads these in its backward, which runs next
+    following: Sequence[Unit]  # the segment after reads these in its forward, which runs next
+    completes: Sequence[Unit]  # this segment's backward gives these their last gradient
+
+
+def unit_passes(lists: Sequence[Sequence[Segment]], units: Sequence[Unit]) -> list[UnitPass]:
+    """Return what each segment needs. Each list has segments that follow one another on this rank.
+
+    A parameter that is in no unit is left out: the head of a pipeline's last rank may read the
+    embedding, which is in a unit of the first rank.
+    """
+    unit_of = {p: unit for unit in units for p in unit.parameters}
+    passes: list[UnitPass] = []
+    seen: set[Unit] = set()
+    for segments in lists:
+        reads: list[list[Unit]] = []
+        for segment in segments:
+            of_parameters = [unit_of[p] for p in segment.parameters if p in unit_of]
+            reads.append(list(dict.fromkeys(of_parameters)))  # without repetition
+        for i, segment in enumerate(segments):
+            previous = reads[i - 1] if i > 0 and segments[i - 1].reads_in_backward else []
+            following = reads[i + 1] if i + 1 < len(segments) else []
+            # Backward comes to the first segment that reads a unit last, and completes the unit there.
+            completes = [unit for unit in reads[i] if unit not in seen]
+            passes.append(UnitPass(segment, reads[i], previous, following, completes))
+            seen.update(reads[i])
+    return passes
+
+
 class FullyShardedDataParallel:
     """A model of which each of d ranks keeps 1/d. Parameters are whole only while they are used.
 
@@ -125,13 +161,13 @@ class FullyShardedDataParallel:
             units.append(Unit(group, wire, replica, self.gradient_dtype))
         self.buckets = units[::-1]  # in the order in which backward completes them
         self.chunks: dict[Bucket, Chunk] = {unit: unit.chunk for unit in units}  # in the model's order
-        self.shards = all_shards(self.buckets, self.chunks.values())
+        self.shards = all_shards(self.chunks)
         self.guard = Guard(self, holds_values=False)  # between passes the model's parameters have no values
         self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
         self.works: list[Pending] = []  # the reduce-scatters under way
         self.is_inside = False  # True while `run_whole` runs a function of the model
         has_segments = segment_lists is not None or hasattr(model, "segments")
-        for needs in unit_passes([segments_of(model)] if segment_lists is None else segment_lists, self.buckets):
+        for needs in unit_passes([segments_of(model)] if segment_lists is None else segment_lists, units):
             if has_segments:  # `self.run` gathers and frees around the segment's own `run`
                 needs.segment.run = partial(self.run, needs, needs.segment.run)
             else:  # the whole model is one unit
@@ -207,12 +243,12 @@ class FullyShardedDataParallel:
     def reduce(self, unit: Bucket) -> None:
         """Start to reduce-scatter the whole gradient of a unit, which is freed when it has been sent."""
         allocate_gradient(unit, self.gradient_dtype, self.works, self.hooks.enabled)  # if backward has not
-        unit.complete()
+        gradient = unit.complete()
         if self.before_reduce is not None:
             self.before_reduce(unit.parameters)
         out = self.chunks[unit].room_for_sum()
-        gradient = unit.take_gradient()  # the unit no longer refers to it
         self.works.append(unit.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True))
+        unit.drop_gradient()  # the message alone refers to it from here on
 
     def after_backward(self) -> None:
         """Finish the sums when backward ends, unless inside `no_sync` or another loss has finished them."""
@@ -269,6 +305,4 @@ class FullyShardedDataParallel:
         self.guard.before_state()
         return gather_state(self.model, self.shards, self.comm)
 
-    def load_state_dict(self, state: Any) -> None:
-        """Raise UsageError: the model's `load_state_dict` comes before the wrapper."""
-        refuse_late_state()
+    load_state_dict = refuse_late_state  # the model's `load_state_dict` comes before the wrapper

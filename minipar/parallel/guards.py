@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -145,15 +145,12 @@ def check_row_input(shape: tuple[int, ...], rows: int, tp: int) -> None:
         raise UsageError(f"RowParallelLinear: {columns}: give it the result of a ColumnParallelLinear")
 
 
-def refuse_late_state() -> None:
-    """Raise UsageError: a wrapper's model has its state already."""
+def refuse_late_state(wrapper: object, state: object) -> NoReturn:
+    """Raise UsageError: a wrapper's model has its state already.
+
+    This is the `load_state_dict` of every wrapper.
+    """
     raise UsageError("load the state before wrapping: model.load_state_dict(state), then mp.shard(model, ...)")
-
-
-def refuse_setting(name: str) -> None:
-    """Raise AttributeError for a setting of an optimizer that a ZeroOptimizer would ignore."""
-    if name in ("betas", "eps", "weight_decay", "momentum"):
-        raise AttributeError(f"ZeroOptimizer has no {name}: set {name} of its attribute `optimizer`")
 
 
 def checksum(*arrays: Array) -> int:

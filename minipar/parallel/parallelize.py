@@ -128,8 +128,8 @@ def shard(
 ) -> DataParallel:
     """Wrap `model` over `comm` at ZeRO stage 0 (data parallelism) to 3 (fully sharded).
 
-    All stages give the same bits. The other arguments go to the class of the stage: stages 2 and 3
-    use `segment_lists`, stages 1 to 3 use `replicas`. ValueError for another stage.
+    All stages give the same bits. The other arguments go to the class of the stage: stage 3 uses
+    `segment_lists`, stages 1 to 3 use `replicas`. ValueError for another stage.
     """
     check_wrapping(model, comm, algorithm)
     if groups is None:
@@ -162,7 +162,6 @@ def shard(
             comm,
             algorithm,
             groups=groups,
-            segment_lists=segment_lists,
             replicas=replicas,
             before_reduce=before_reduce,
             gradient_dtype=gradient_dtype,

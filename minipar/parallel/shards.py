@@ -1,16 +1,14 @@
-"""This rank's chunks of buckets, and which buckets a segment of the model needs.
+"""This rank's chunks of buckets, and the whole gradients that backward allocates and ZeRO frees.
 
 A chunk holds shards of parameters. The optimizer updates these shards.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from minipar.autograd import Tensor, mapping
 from minipar.backend import Array
 from minipar.memory import allocate
-from minipar.nn.module import Segment
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.hybrid import Pending
@@ -22,7 +20,7 @@ class Chunk:
 
     def __init__(self, bucket: Bucket, data: Array, gradient: Array) -> None:
         self.data = data
-        self.gradient = gradient  # the first sum of a step over the ranks
+        self.gradient = gradient  # the step's first sum over the ranks; then all of them added up
         self.shards: list[Parameter] = []
         self.later_sums: list[Array] = []  # the other sums of the step, which `accept_sums` adds to `gradient`
         start = 0
@@ -55,56 +53,16 @@ class Chunk:
             shard.grad = shard.grad_buffer
 
 
-def all_shards(buckets: Sequence[Bucket], chunks: Iterable[Chunk]) -> list[Parameter]:
-    """Return the shards of these chunks. A rank without elements has one empty shard.
+def all_shards(chunks: Mapping[Bucket, Chunk]) -> list[Parameter]:
+    """Return the shards of all chunks. A rank without elements has one empty shard.
 
     An optimizer finds the guard of its strategy through the parameters that it holds, so it needs
     one on each rank.
     """
-    chunks = list(chunks)
-    if not any(chunk.shards for chunk in chunks):
-        # The first chunk is that of the last bucket: buckets are in the order of backward.
-        chunks[0].add_shard(buckets[-1].parameters[0], range(0), 0)
-    return [shard for chunk in chunks for shard in chunk.shards]
-
-
-@dataclass(frozen=True)
-class UnitPass:
-    """A segment of the model, and the buckets that it needs in forward and backward.
-
-    At ZeRO stage 3 the buckets are units (fsdp.py).
-    """
-
-    segment: Segment
-    reads: Sequence[Any]  # the buckets whose parameters the segment reads
-    previous: Sequence[Any]  # the segment before reads these in its backward, which runs next
-    following: Sequence[Any]  # the segment after reads these in its forward, which runs next
-    completes: Sequence[Any]  # this segment's backward gives these their last gradient
-
-
-def unit_passes(segment_lists: Sequence[Sequence[Segment]], buckets: Sequence[Bucket]) -> list[UnitPass]:
-    """Return what each segment needs. Each list has segments that follow one another on this rank.
-
-    A parameter that is in no bucket is left out: the head of a pipeline's last rank may read the
-    embedding, which is in a bucket of the first rank.
-    """
-    bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-    passes: list[UnitPass] = []
-    seen: set[Bucket] = set()
-    for segments in segment_lists:
-        reads: list[list[Bucket]] = []
-        for segment in segments:
-            of_parameters = [bucket_of[p] for p in segment.parameters if p in bucket_of]
-            reads.append(list(dict.fromkeys(of_parameters)))  # without repetition
-        for i, segment in enumerate(segments):
-            previous = reads[i - 1] if i > 0 and segments[i - 1].reads_in_backward else []
-            following = reads[i + 1] if i + 1 < len(segments) else []
-            # Backward runs the segments in reverse: the first segment that reads a bucket completes
-            # it.
-            completes = [bucket for bucket in reads[i] if bucket not in seen]
-            passes.append(UnitPass(segment, reads[i], previous, following, completes))
-            seen.update(reads[i])
-    return passes
+    if not any(chunk.shards for chunk in chunks.values()):
+        bucket, chunk = next(iter(chunks.items()))
+        chunk.add_shard(bucket.parameters[0], range(0), 0)
+    return [shard for chunk in chunks.values() for shard in chunk.shards]
 
 
 def allocate_gradient(bucket: Bucket, dtype: Any, works: Sequence[Pending], sends: bool) -> None:

@@ -20,7 +20,7 @@ from minipar.autograd import Tensor
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
-from minipar.nn.module import Module, Segment
+from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
@@ -28,7 +28,7 @@ from minipar.parallel.groups import Group, by_unit, groups_over, prepare
 from minipar.parallel.guards import check_wrapping, refuse_late_state
 from minipar.parallel.hybrid import Pending, in_dtype, over_shards, replicas_of_shards
 from minipar.parallel.loss import global_mean_loss
-from minipar.parallel.shards import Chunk, all_shards, allocate_gradient, at_backward, unit_passes
+from minipar.parallel.shards import Chunk, all_shards, allocate_gradient, at_backward
 from minipar.parallel.state import gather_state
 from minipar.parallel.step_guard import Guard
 
@@ -59,36 +59,35 @@ class ZeroStage1:
         self.shard_comm = over_shards(comm, replicas)  # the ranks that share one replica of the shards
         groups = groups_over(comm, by_unit(model)) if groups is None else groups
         self.gradient_dtype = prepare(model, comm, groups, before_reduce, gradient_dtype, replicas)
-        self.buckets: list[Bucket] = []
-        replica = comm.rank // self.shard_comm.size
-        # Backward completes the last parameters first, so the last group is the first bucket to be sent.
-        for group in reversed(groups):
+        self.values: dict[Bucket, Array] = {}  # all parameters of each bucket, in one flat array
+        self.chunks: dict[Bucket, Chunk] = {}  # this rank's chunk of each bucket
+        replica = comm.rank // self.shard_comm.size  # the number of this rank's replica
+        for group in groups:
             # A group that has ranks of its own, as experts do, is cut over these ranks.
             chunk_comm = self.shard_comm if group.comm is comm else group.comm
             gradient_comm = in_dtype(chunk_comm, reduce_dtype, self.gradient_dtype)
-            self.buckets.append(Bucket(group, gradient_comm, replica))
-        self.values: dict[Bucket, Array] = {}  # all parameters of each bucket, in one flat array
-        self.chunks: dict[Bucket, Chunk] = {}  # this rank's chunk of each bucket, in the model's order
-        for bucket in reversed(self.buckets):
+            bucket = Bucket(group, gradient_comm, replica)
             values = allocate("parameters", bucket.size, bucket.parameters[0].dtype)
             for p, view in bucket.views(values):
                 p.move_to(view)
                 p.grad = None
             self.values[bucket] = values
-            self.chunks[bucket] = self.make_chunk(bucket, values[bucket.own])
-        self.shards = all_shards(self.buckets, self.chunks.values())
+            self.chunks[bucket] = Chunk(bucket, values[bucket.own], self.prepare_gradient(bucket))
+        # Backward completes the last parameters first, so the last bucket is the first to be sent.
+        self.buckets = list(reversed(self.chunks))
+        self.shards = all_shards(self.chunks)
         self.guard = Guard(self)  # refuses calls that are out of order
         self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
         self.works: list[Pending] = []  # the reduce-scatters under way
 
-    def make_chunk(self, bucket: Bucket, values: Array) -> Chunk:
-        """Make this rank's chunk, whose gradient is a part of the bucket's flat array.
+    def prepare_gradient(self, bucket: Bucket) -> Array:
+        """Allocate the bucket's gradient for all steps; return this rank's chunk of it.
 
-        The reduce-scatter writes the sum into this part. It may: it reads this part last.
+        The reduce-scatter writes the sum into this chunk. It may: it reads the chunk last.
         """
         whole = allocate("gradients", bucket.size, self.gradient_dtype)
         bucket.set_gradient(whole)
-        return Chunk(bucket, values, whole[bucket.own])
+        return whole[bucket.own]
 
     def __call__(self, *inputs: Any) -> Any:
         return self.model(*inputs)
@@ -107,7 +106,7 @@ class ZeroStage1:
         gradient = bucket.complete()
         if self.before_reduce is not None:
             self.before_reduce(bucket.parameters)
-        out = self.chunks[bucket].gradient
+        out = self.chunks[bucket].room_for_sum()
         self.works.append(bucket.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True))
 
     def after_backward(self) -> None:
@@ -165,9 +164,7 @@ class ZeroStage1:
         self.guard.before_state()
         return gather_state(self.model, self.shards, self.comm)
 
-    def load_state_dict(self, state: Any) -> None:
-        """Raise UsageError: the model's `load_state_dict` comes before the wrapper."""
-        refuse_late_state()
+    load_state_dict = refuse_late_state  # the model's `load_state_dict` comes before the wrapper
 
 
 class ZeroStage2(ZeroStage1):
@@ -177,49 +174,30 @@ class ZeroStage2(ZeroStage1):
     matrix that embedding and head share exists besides, until backward ends.) Microbatches that
     accumulate under `no_sync` keep the whole gradients of all buckets, as in PyTorch's FSDP. With
     `synchronize` after each microbatch instead, gradients stay sharded, and each microbatch sends
-    them. A pipeline passes `segment_lists`, the lists of segments that follow one another on this
-    rank; without it, the model's `segments` are the one list. Sends as much as stage 1.
+    them. Sends as much as stage 1.
     """
 
-    accumulates_sums = True  # several passes may each sum their gradients: the chunk adds these sums up
+    accumulates_sums = True  # several passes may each send their gradients: the chunk adds the sums up
 
-    def __init__(
-        self, model: Module, comm: Communicator, algorithm: str = "ring", *,
-        segment_lists: Sequence[Sequence[Segment]] | None = None,
-        groups: Sequence[Group] | None = None, replicas: int = 1,
-        before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
-        gradient_dtype: Any = None, reduce_dtype: Any = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            model, comm, algorithm, groups=groups, replicas=replicas, before_reduce=before_reduce,
-            gradient_dtype=gradient_dtype, reduce_dtype=reduce_dtype,
-        )  # fmt: skip
-        if segment_lists is None:
-            segment_lists = [getattr(model, "segments", [])]  # without segments, `reduce` makes the room
-        # `run` wraps each segment, so that backward makes room for gradients before it enters the segment.
-        for unit_pass in unit_passes(segment_lists, self.buckets):
-            segment = unit_pass.segment
-            segment.run = partial(self.run, segment.run, unit_pass.completes)
+    def prepare_gradient(self, bucket: Bucket) -> Array:
+        """Let backward allocate the whole gradient; return the array for this rank's chunk alone."""
+        # Backward comes to the first segment that reads the bucket last, and completes the bucket there.
+        for segment in getattr(self.model, "segments", []):
+            if not set(segment.parameters).isdisjoint(bucket.parameters):
+                segment.run = partial(self.run, segment.run, bucket)
+                break
+        return allocate("gradients", self.values[bucket][bucket.own].size, self.gradient_dtype)
 
-    def make_chunk(self, bucket: Bucket, values: Array) -> Chunk:
-        """Make this rank's chunk, whose gradient is an array of its own: it stays when the whole gradient is freed."""
-        return Chunk(bucket, values, allocate("gradients", values.size, self.gradient_dtype))
+    def run(self, forward: Callable[[Any], Tensor], bucket: Bucket, x: Any) -> Tensor:
+        """Run a segment of the model. Backward calls `pre_backward` when it comes to the segment."""
+        return at_backward(forward(x), partial(self.pre_backward, bucket))
 
-    def run(self, forward: Callable[[Any], Tensor], buckets: Sequence[Bucket], x: Any) -> Tensor:
-        """Run a segment of the model. Backward calls `pre_backward` before it enters the segment."""
-        return at_backward(forward(x), partial(self.pre_backward, buckets))
-
-    def pre_backward(self, buckets: Sequence[Bucket]) -> None:
-        """Make the arrays for whole gradients. Outside of `no_sync`, wait first for all sums but the newest."""
-        for bucket in buckets:
-            allocate_gradient(bucket, self.gradient_dtype, self.works, self.hooks.enabled)
+    def pre_backward(self, bucket: Bucket) -> None:
+        """Allocate the whole gradient. If this pass sends it, wait first for all sums but the newest."""
+        allocate_gradient(bucket, self.gradient_dtype, self.works, self.hooks.enabled)
 
     def reduce(self, bucket: Bucket) -> None:
-        """Start the reduce-scatter of a bucket's gradients. The message alone then refers to the flat array."""
-        self.pre_backward([bucket])  # a bucket that the loss did not use has no array yet
-        bucket.complete()
-        if self.before_reduce is not None:
-            self.before_reduce(bucket.parameters)
-        out = self.chunks[bucket].room_for_sum()
-        gradient = bucket.take_gradient()
-        self.works.append(bucket.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True))
+        """Start the sum as stage 1 does. Then the message alone refers to the whole gradient."""
+        self.pre_backward(bucket)  # if no segment has: the loss may not use the bucket
+        super().reduce(bucket)
+        bucket.drop_gradient()

@@ -10,13 +10,7 @@ from minipar.nn.optim import Optimizer
 from minipar.nn.parameter import Parameter, owners_of, zero_grad
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.groups import Group, number_units
-from minipar.parallel.guards import (
-    check_algorithm,
-    check_communicator,
-    check_is_replica,
-    check_one_dtype,
-    refuse_setting,
-)
+from minipar.parallel.guards import check_algorithm, check_communicator, check_is_replica, check_one_dtype
 from minipar.parallel.shards import Chunk, all_shards
 from minipar.parallel.step_guard import OptimizerGuard
 
@@ -30,11 +24,18 @@ class ZeroOptimizer:
         optimizer.step()               # sums them over dp, updates this rank's shard, gathers the parameters
         optimizer.zero_grad()
 
-    `options` are the optimizer's; `optimizer.lr` is its learning rate, to be read and set.
-    `state_dict()` is that of this rank's shard. Sends 2 Psi (d-1)/d elements per rank and step,
-    none of it hidden behind computation. ValueError if the ranks of `comm` are not replicas, which
-    hold the same parameters.
+    `options` are the settings of the optimizer that is made, the attribute `optimizer`. `lr` can be
+    read and set here, too. AttributeError for another setting, which would be ignored here: write
+    `optimizer.optimizer.betas = ...`. `state_dict()` is that of this rank's shard. Sends
+    2 Psi (d-1)/d elements per rank and step, none of it hidden behind computation. ValueError if
+    the ranks of `comm` are not replicas, which hold the same parameters.
     """
+
+    # Python refuses to set an attribute that is not in this list, so no setting is ignored.
+    __slots__ = (
+        "algorithm", "bucket", "chunk", "comm", "guard",
+        "optimizer", "owners", "parameters", "shards", "values",
+    )  # fmt: skip
 
     def __init__(
         self, parameters: Sequence[Parameter], optimizer: Callable[..., Optimizer], comm: Communicator,
@@ -60,7 +61,7 @@ class ZeroOptimizer:
         self.bucket.set_gradient(gradient)
         own = self.bucket.own
         self.chunk = Chunk(self.bucket, self.values[own], gradient[own])
-        self.shards = all_shards([self.bucket], [self.chunk])
+        self.shards = all_shards({self.bucket: self.chunk})
         self.optimizer: Any = optimizer(self.shards, **options)
         self.guard = OptimizerGuard(self)
 
@@ -72,11 +73,6 @@ class ZeroOptimizer:
     @lr.setter
     def lr(self, value: float) -> None:
         self.optimizer.lr = value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. AttributeError for a setting that would be ignored here."""
-        refuse_setting(name)
-        object.__setattr__(self, name, value)
 
     def sum_gradients(self) -> list[Parameter]:
         """Sum the gradients over the ranks, once in a step, and return this rank's shards."""

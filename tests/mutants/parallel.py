@@ -277,6 +277,17 @@ MUTANTS = [
         ),
     ),
     *mistakes(
+        "minipar/parallel/zero.py",
+        "parallel/test_fsdp.py",
+        ("zero: a gradient that was sent is kept", "        bucket.drop_gradient()\n", ""),
+        (
+            "zero: backward writes into arrays that are not the bucket's",
+            "                segment.run = partial(self.run, segment.run, bucket)\n",
+            "",
+        ),
+        ("zero: a gradient is allocated at the head already", "                break\n", ""),
+    ),
+    *mistakes(
         "minipar/parallel/zero_optimizer.py",
         "parallel/test_zero.py parallel/test_contract.py parallel/pipeline/test_executor.py",
         (

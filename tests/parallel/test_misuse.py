@@ -181,11 +181,39 @@ def test_zero_optimizer_refuses_settings_that_it_would_ignore():
         optimizer = ZeroOptimizer(model.parameters(), AdamW, mesh.dp)
         with pytest.raises(UsageError, match="lr = nan"):
             optimizer.lr = float("nan")
-        for name in ("betas", "eps", "weight_decay", "momentum"):
-            with pytest.raises(AttributeError, match=f"set {name} of its attribute `optimizer`"):
+        for name in ("betas", "eps", "weight_decay", "momentum", "learning_rate"):
+            with pytest.raises(AttributeError, match=f"'ZeroOptimizer' object has no attribute '{name}'"):
                 setattr(optimizer, name, 0.5)
+        optimizer.optimizer.betas = (0.5, 0.5)
+        assert optimizer.state_dict()["param_groups"][0]["betas"] == (0.5, 0.5)
 
     run_local(1, rank)
+
+
+class Halving(SGD):
+    """A user's own optimizer, with a setting that no other one has."""
+
+    def __init__(self, parameters, lr, factor):
+        super().__init__(parameters, lr)
+        self.factor = factor
+
+    def update(self, i, parameter, gradient):
+        super().update(i, parameter, gradient * self.factor)
+
+
+def test_a_setting_of_a_users_own_optimizer_is_refused_too():
+    def rank(comm, factor):
+        model = MLP()
+        optimizer = ZeroOptimizer(model.parameters(), Halving, comm, lr=0.1, factor=0.5)
+        with pytest.raises(AttributeError, match="'ZeroOptimizer' object has no attribute 'factor'"):
+            optimizer.factor = factor
+        optimizer.optimizer.factor = factor
+        model.loss_sum(*points(comm.rank)).backward()
+        optimizer.step()
+        return bits(model.state_dict())
+
+    half, same, none = (run_local(2, rank, factor) for factor in (0.5, 0.5, 0.0))
+    assert half == same != none
 
 
 class Algorithms(Proxy):
