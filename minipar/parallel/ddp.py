@@ -6,7 +6,6 @@ is the gradient of the global mean. NaiveDataParallel sends after backward, the 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
