@@ -6,7 +6,8 @@ import re
 import reprlib
 import stat
 import sys
-from dataclasses import fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,31 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    key: str  # its name in the file
+    shape: tuple[int, ...]
+    kind: str  # its dtype, by safetensors' name
+
+    def check_kind(self) -> None:
+        """Raise UsageError unless the dtype can be converted."""
+        if self.kind not in _READABLE:
+            expected = f"expected one of {', '.join(_READABLE)}"
+            raise UsageError(f"{self.file}: {self.key} is stored as {self.kind}; {expected}")
+
+    def read(self) -> np.ndarray:
+        """Read the values in their own dtype."""
+        with safe_open(self.file, "np") as file:
+            return file.get_tensor(self.key)
+
+    def read_as(self, dtype: str) -> Array:
+        """Read the values, converted to `dtype`."""
+        return from_host(np.ascontiguousarray(self.read(), dtype=dtype))
+
+
 def load_pretrained(
     directory: str | Path, dtype: str = "float32", deferred: bool = False, **options: Any
 ) -> LanguageModel:
@@ -133,55 +159,71 @@ def load_pretrained(
     unexpected.
     """
     config = load_config(directory)
-    path = Path(directory) / "model.safetensors"  # or the index of several files; errors name it
-    weight_map: Any = {}  # each tensor's file
-    if not os.path.exists(path) and os.path.isfile(f"{path}.index.json"):
-        path = Path(f"{path}.index.json")
-        weight_map = read_json(path).get("weight_map")
-        if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
-            raise UsageError(f"{path}: weight_map: expected for each tensor the name of a file in this directory")
-    files, shapes, kinds = {}, {}, {}
-    for part in map(Path(directory).joinpath, sorted(set(weight_map.values())) or ["model.safetensors"]):
-        if not os.path.isfile(part):
-            raise UsageError(f"{part}: {'not a regular file' if os.path.exists(part) else 'no such file'}")
-        try:
-            check_header(part)
-            with safe_open(part, "np") as file:
-                for name in file.keys():
-                    if weight_map.get(name, part.name) == part.name and not name.endswith(_BUFFERS):
-                        files[name], tensor = part, file.get_slice(name)
-                        shapes[name], kinds[name] = tuple(tensor.get_shape()), tensor.get_dtype()
-        except (SafetensorError, OSError, TypeError, KeyError) as error:
-            raise UsageError(f"{part} is not a safetensors file that can be read: {error}") from None
-    tied = HEAD in files and config.tie_word_embeddings
-    stored = {name.removeprefix(PREFIX): name for name in files if not (tied and name == HEAD)}
-    # Before the model is built, because a count may be a mistake and very large.
-    for what, count in (("layer", config.n_layer), ("expert", getattr(config, "num_local_experts", 0))):
-        present = {match[1] for name in stored if (match := _NUMBERED[what].match(name))}
-        for i in range(count):
-            if str(i) not in present:
-                raise UsageError(f"{path}: no tensor of {what} {i}; it has {i} {what}s, config.json {count}")
-    named = path.with_name("config.json")  # by errors: the sizes may be such that no array can have them
+    path, weight_map = read_index(Path(directory))  # errors name this path
+    tensors = list_tensors(Path(directory), weight_map)
+    head = tensors.pop(HEAD, None) if config.tie_word_embeddings else None
+    check_counts(path, tensors, config)
     try:
         model = config.build(dtype=dtype, deferred=True, **options)
-        named = path
-        model.check_shapes({name: shapes[key] for name, key in stored.items()})
+    except ValueError as error:  # the sizes may be such that no array can have them
+        raise UsageError(f"{path.with_name('config.json')}: {error}") from None
+    try:
+        model.check_shapes({name: tensor.shape for name, tensor in tensors.items()})
     except ValueError as error:
-        raise UsageError(f"{named}: {error}") from None
-    for name, kind in kinds.items():
-        if kind not in _READABLE:
-            raise UsageError(f"{files[name]}: {name} is stored as {kind}; expected one of {', '.join(_READABLE)}")
-    if tied:
-        embedding = next(name for name, p in model.named_parameters() if p is model.token_embedding)
-        head, tokens = (_tensor(files[name], name) for name in (HEAD, stored[embedding]))
-        if not np.array_equal(head, tokens):
-            raise UsageError(f"{path}: {HEAD} differs from {embedding}, but the head is tied to it")
+        raise UsageError(f"{path}: {error}") from None
     for name, parameter in model.named_parameters():
-        parameter.make = partial(_read, files[stored[name]], stored[name], dtype)
+        tensor = tensors[name]
+        tensor.check_kind()
+        if head is not None and parameter is model.token_embedding:
+            head.check_kind()
+            if not np.array_equal(head.read(), tensor.read()):
+                raise UsageError(f"{path}: {HEAD} differs from {name}, but the head is tied to it")
+        parameter.make = partial(tensor.read_as, dtype)
     if not deferred:
         config.check_memory(np.dtype(dtype).itemsize)
         model.materialize()
     return model
+
+
+def read_index(directory: Path) -> tuple[Path, dict[str, str]]:
+    """Return the path of model.safetensors and {}, or of the index of several files, and each tensor's file."""
+    path = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    if os.path.exists(path) or not os.path.isfile(index):
+        return path, {}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
+        raise UsageError(f"{index}: weight_map: expected for each tensor the name of a file in this directory")
+    return index, weight_map
+
+
+def list_tensors(directory: Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:
+    """List the tensors of a directory by their parameters' names."""
+    tensors = {}
+    for name in sorted(set(weight_map.values())) or ["model.safetensors"]:
+        path = directory / name
+        if not os.path.isfile(path):
+            raise UsageError(f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}")
+        try:
+            check_header(path)
+            with safe_open(path, "np") as file:
+                for key in file.keys():
+                    if weight_map.get(key, name) == name and not key.endswith(_BUFFERS):
+                        values = file.get_slice(key)
+                        tensor = StoredTensor(path, key, tuple(values.get_shape()), values.get_dtype())
+                        tensors[key.removeprefix(PREFIX)] = tensor
+        except (SafetensorError, OSError, TypeError, KeyError) as error:
+            raise UsageError(f"{path} is not a safetensors file that can be read: {error}") from None
+    return tensors
+
+
+def check_counts(path: Path, names: Iterable[str], config: TransformerConfig) -> None:
+    """Raise UsageError if a layer or an expert has no tensor, before so many are made: a count may be a mistake."""
+    for what, count in (("layer", config.n_layer), ("expert", getattr(config, "num_local_experts", 0))):
+        present = {match[1] for match in map(_NUMBERED[what].match, names) if match}
+        for i in range(count):
+            if str(i) not in present:
+                raise UsageError(f"{path}: no tensor of {what} {i}; it has {i} {what}s, config.json {count}")
 
 
 def check_header(path: Path) -> None:
@@ -194,17 +236,6 @@ def check_header(path: Path) -> None:
         length = int.from_bytes(file.read(8), "little")
     if LONGEST_HEADER < length < os.path.getsize(path):
         raise UsageError(f"{path}: its header takes {length:,} bytes, expected at most {LONGEST_HEADER:,}")
-
-
-def _read(path: Path, key: str, dtype: str) -> Array:
-    """Read one tensor, converted to `dtype`."""
-    return from_host(np.ascontiguousarray(_tensor(path, key), dtype=dtype))
-
-
-def _tensor(path: Path, key: str) -> np.ndarray:
-    """Read one tensor in its own dtype."""
-    with safe_open(path, "np") as file:
-        return file.get_tensor(key)
 
 
 def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str, np.ndarray] | None = None) -> None:

@@ -9,6 +9,11 @@ from minipar.comm.clock import ModelClock
 from minipar.comm.communicator import Communicator
 
 
+def start_step() -> None:
+    """Start the first phase of a step in the memory ledger."""
+    memory.enter("forward", restart=True)
+
+
 @contextmanager
 def phase(comm: Communicator, name: str) -> Iterator[None]:
     """Record the block as a phase of the step, in the trace and in the memory ledger."""

@@ -16,7 +16,6 @@ import numpy as np
 from minipar.backend import from_host, wait_for_device, xp
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import unseen
-from minipar.memory import enter
 from minipar.nn.layers import DropoutKeys, dropping
 from minipar.nn.optim import AdamW, learning_rate
 from minipar.parallel.grad_norm import clip_grad_norm
@@ -31,7 +30,7 @@ from minipar.train.from_config import (
     refuse_export_of_biases,
     samples_per_microbatch,
 )
-from minipar.train.phases import model_clock, phase
+from minipar.train.phases import model_clock, phase, start_step
 from minipar.train.pipeline_pass import run_schedule
 from minipar.train.precision import LossScaler, is_finite, refuse_divergence
 from minipar.train.settings import TrainConfig
@@ -138,7 +137,7 @@ class Trainer:
 
         All ranks call it.
         """
-        enter("forward", restart=True)  # the first phase of a step in the memory ledger
+        start_step()
         self.ddp.zero_grad()
         self.balance.start_step(self.scaler.scale)
         loss = self._forward_backward(step)

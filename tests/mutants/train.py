@@ -127,7 +127,7 @@ MUTANTS = [
     *mistakes(
         "minipar/comm/trace.py",
         "train/test_verify.py",
-        ("trace: what is unseen is counted", "comm.traffic.counts = False, {}", "comm.traffic.counts = False, counts"),
+        ("trace: what is unseen is counted", "comm.traffic.counts = {}", "comm.traffic.counts = counts"),
         ("trace: what is unseen takes time", "        comm.clock.resume(now)\n\n\ndef save", "\n\ndef save"),
     ),
     *mistakes(
