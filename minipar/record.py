@@ -34,7 +34,7 @@ class Record:
             raise FileExistsError(f"{directory} exists already: {remedy}") from None
         self.parameters = {name: np.array(values) for name, values in parameters.items()}
         facts["shapes"] = {name: values.shape for name, values in parameters.items()}
-        (self.directory / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+        (self.directory / "run.json").write_text(json.dumps(facts))
 
     def step(self, step: int, loss: float, grad_norm: float, gradients: Arrays, parameters: Arrays) -> None:
         """Write one step, counted from 0; `gradients` are those before clipping, `parameters` those after the step.

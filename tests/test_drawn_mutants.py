@@ -2,6 +2,7 @@
 
 import ast
 
+import numpy as np
 import pytest
 from mutants import drawn as mutants_drawn
 from mutants.drawn import (
@@ -87,6 +88,13 @@ def test_these_are_all_the_mistakes_of_the_function():
 )
 def test_texts_annotations_and_messages_are_left_alone(source):
     assert results(source) == []
+
+
+def test_an_open_size_has_a_sign_and_no_number():
+    """NumPy reads -2 as it reads -1; an index of -2 is another one."""
+    assert [text for _, text in results("y = x.reshape(-1, 3)")] == ["y = x.reshape(1, 3)", "y = x.reshape(-1, 4)"]
+    assert np.array_equal(np.arange(6).reshape(-2, 3), np.arange(6).reshape(-1, 3))
+    assert "y = x[-2]" in [text for _, text in results("y = x[-1]")]
 
 
 def test_in_drawings_sizes_and_places_are_left_alone():

@@ -166,6 +166,19 @@ def test_the_version_is_no_value_of_the_command_line():
     assert parser().parse_args(["--size", "3"]) == argparse.Namespace(size=3, kind=None)
 
 
+def test_flags_of_a_sub_command_are_not_those_of_its_program():
+    """Nor is what follows `--` a flag: a message about something else names none of them."""
+    parser = UsageParser(prog="minipar.test")
+    parser.add_argument("--known")
+    commands = parser.add_subparsers(required=True, dest="command")
+    commands.add_parser("run").add_argument("--steps", required=True)
+    with pytest.raises(UsageError, match="^the following arguments are required: --steps$"):
+        parser.parse_args(["--known", "3", "run"])
+    assert list(parser._unknown_flags(["--knwon=3", "run", "--other"])) == ["--knwon"]
+    assert list(parser._unknown_flags(["--", "--other"])) == []
+    assert parser.parse_args(["run", "--steps", "3"]).steps == "3"
+
+
 # ---- lines on standard error -----------------------------------------------------------------------------------------
 
 

@@ -235,7 +235,7 @@ def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
         if mesh is not None:
             about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
         try:
-            with open(path, "w", encoding="utf-8") as file:
+            with open(path, "w") as file:
                 json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, file)
         except OSError as problem:
             error = f"--trace {path}: {problem.strerror}"

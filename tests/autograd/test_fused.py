@@ -28,11 +28,15 @@ def normal(*shape):
     return RANDOM.standard_normal(shape)
 
 
+WEIGHT = normal(4, 5)
 KEEP = RANDOM.random((2, 3, 4, 4)) >= 0.25
 OPERATIONS = {
     "linear": (lambda x, w, b: linear(x, w, b), [normal(2, 3, 4), normal(4, 5), normal(5)]),
     "linear without bias": (lambda x, w: linear(x, w), [normal(3, 4), normal(4, 5)]),
     "linear, transposed weight": (lambda x, w: linear(x, w, transposed=True), [normal(2, 3, 4), normal(5, 4)]),
+    "linear, a weight that is computed": (lambda x, w: linear(x, w * 2.0), [normal(3, 4), normal(4, 5)]),
+    "linear, a constant weight": (lambda x: linear(x, Tensor(WEIGHT)), [normal(3, 4)]),
+    "layer_norm, a gain that is computed": (lambda x, w: layer_norm(x, w.exp(), w), [normal(3, 8), normal(8)]),
     "embedding, repeated tokens": (lambda w: embedding(w, np.array([[1, 3, 1], [1, 0, 3]])), [normal(5, 2)]),
     "embedding, no tokens": (lambda w: embedding(w, np.zeros((0,), int)) + w[:0], [normal(5, 2)]),
     "layer_norm": (lambda x, w, b: layer_norm(x, w, b), [normal(2, 3, 8), normal(8), normal(8)]),
@@ -57,6 +61,18 @@ OPERATIONS = {
 def test_backward_is_the_adjoint_of_forward(name):
     function, inputs = OPERATIONS[name]
     gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_keep_float32(name):
+    function, inputs = OPERATIONS[name]
+    leaves = [Tensor(array.astype("float32"), requires_grad=True) for array in inputs]
+    y = function(*leaves)
+    y.backward(np.ones(y.shape, "float32"))
+    float64 = function(*[Tensor(array) for array in inputs]).data
+    np.testing.assert_allclose(y.data, float64, rtol=1e-4, atol=1e-5)
+    if name != "linear, a constant weight":
+        assert y.dtype == np.float32 and {leaf.grad.dtype for leaf in leaves} == {np.dtype("float32")}
 
 
 def test_layer_norm_normalizes_with_the_biased_variance():

@@ -7,6 +7,7 @@ import pytest
 
 from minipar.autograd import Tensor, checkpoint, defer_weight_gradients, linear, queue_callback, randomness
 from minipar.backend import setting
+from minipar.memory import MemoryLedger, hold
 
 DRAW = np.random.Generator(np.random.Philox(4)).standard_normal
 
@@ -87,3 +88,18 @@ def test_an_array_times_a_tensor_is_a_tensor_with_its_gradient():
     np.testing.assert_array_equal(x.grad, a.T @ g)
     with pytest.raises(ValueError, match=r"matmul needs matrices, but the shapes are \(3, 4\) and \(4,\)"):
         a @ Tensor(DRAW(4))
+
+
+def test_a_leafs_gradient_is_a_buffer_unless_it_is_named():
+    with MemoryLedger().recording() as ledger:
+        x = Tensor(DRAW(1000), requires_grad=True)
+        x.exp().backward(np.ones(1000))
+        assert ledger.held["buffers"] == x.grad.nbytes == 8000
+        x.exp().backward(np.ones(1000))  # added in place
+        assert ledger.held["buffers"] == 8000
+        x.grad = None
+        assert ledger.held["buffers"] == 0
+        x.grad_buffer = np.empty(1000)
+        hold("gradients", x.grad_buffer)
+        x.exp().backward(np.ones(1000))
+        assert (ledger.held["gradients"], ledger.held["buffers"], ledger.held["activations"]) == (8000, 0, 0)

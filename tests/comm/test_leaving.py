@@ -154,6 +154,16 @@ def test_a_work_never_waited_for_is_reported(capfd):
     assert sorted(lines) == [f"minipar: rank {rank}, {words}" for rank in range(2)]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_process_reports_what_it_never_waited_for_at_its_end(ranks):
+    program = "comm = world()\ncomm.all_reduce(np.ones(3), async_op=True)\ncomm.barrier()\n"
+    result = run_mpi(ranks, HEADER + program, timeout=SECONDS)
+    lines = sorted(line for line in result.stderr.splitlines() if "never waited for" in line)
+    assert result.returncode == 0 and len(lines) == ranks
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"minipar: rank {rank}, all_reduce recursive_doubling, issued at ")
+
+
 def test_a_work_tested_once_and_never_finished_is_reported(capfd):
     def program(comm):
         if comm.rank == 1:

@@ -1,8 +1,9 @@
 """Operators that make mutants of any code: each finds the places of a syntax tree where it can put a mistake.
 
 A mistake replaces one span of the text. Not changed are strings, f-strings and with them messages, docstrings,
-annotations, `__repr__`, the arguments of exceptions, code under `if TYPE_CHECKING`, and the keywords of NOT_DROPPED. Of
-drawings, sizes, places and colors are a matter of taste: neither the keywords of TASTE nor fractions in visualize/.
+annotations, `__repr__`, the arguments of exceptions, code under `if TYPE_CHECKING`, the keywords of NOT_DROPPED, and
+the number in `reshape(-1)`. Of drawings, sizes, places and colors are a matter of taste: neither the keywords of
+TASTE nor fractions in visualize/.
 """
 
 import ast
@@ -261,6 +262,9 @@ def places_below(node: ast.AST, lines: tuple[int, ...], inside: bool) -> Iterato
     for name, child in children(node):
         if is_left_alone(node, name, child):
             continue
+        if is_open_size(node, child):
+            yield Place(child, node, lines)  # its sign counts
+            continue
         child_lines = lines
         child_inside = inside
         if isinstance(child, FUNCTIONS):
@@ -295,6 +299,12 @@ def is_left_alone(node: ast.AST, name: str, child: ast.AST) -> bool:
     if isinstance(child, FUNCTIONS) and child.name == "__repr__":
         return True
     return isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+
+
+def is_open_size(node: ast.AST, child: ast.AST) -> bool:
+    """Say whether a child is a -1 that leaves a size of `reshape` open. NumPy reads every negative number as it."""
+    is_negative = isinstance(child, ast.UnaryOp) and isinstance(child.op, ast.USub)
+    return is_negative and isinstance(node, ast.Call) and called(node) == "reshape"
 
 
 def called(call: ast.Call) -> str:

@@ -62,6 +62,16 @@ def test_a_users_modules_state_moves_to_another_seed():
     assert np.array_equal(model(X).data, other(X).data)
 
 
+def test_a_state_is_a_copy_in_row_major_order():
+    model = MLP()
+    weight = model.fc1.weight
+    weight.data = np.asfortranarray(weight.data)
+    state = model.state_dict()
+    assert all(array.flags.c_contiguous and array.flags.owndata for array in state.values())
+    weight.data[...] = 0
+    assert state["fc1.weight"].any()
+
+
 def test_loading_fills_the_arrays_that_are_there():
     """They may be views of flat storage, or an optimizer's."""
     model, other = MLP(), MLP(seed=1)

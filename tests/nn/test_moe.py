@@ -10,6 +10,7 @@ from minipar.autograd import Tensor, concatenate, flop_counter
 from minipar.autograd.gradcheck import gradcheck
 from minipar.errors import UsageError
 from minipar.nn import AdamW, Mixtral, MixtralConfig, MoE
+from minipar.nn.moe import rows_by_expert, rows_within_capacity
 from minipar.nn.pretrained import load_pretrained, save_pretrained
 
 SMALL = MixtralConfig(11, 8, 12, 2, 4, 2, 6, num_local_experts=4, num_experts_per_tok=2)
@@ -225,3 +226,35 @@ def test_a_bad_directory_is_refused_by_name(changes, message, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UsageError, match=message):
         load_pretrained(tmp_path)
+
+
+# ---- orders, of so many that a sort which is not stable would change them --------------------------------------------
+
+MANY = RANDOM.integers(0, 3, (300, 2))
+
+
+def test_rows_are_sorted_by_expert_and_then_by_token():
+    rows = rows_by_expert(MANY, 4)
+    expected = [token for expert in range(4) for token, chosen in enumerate(MANY) for each in chosen if each == expert]
+    assert rows.tokens.tolist() == expected and rows.counts.tolist() == [*np.bincount(MANY.reshape(-1)), 0]
+    assert (rows.tokens[rows.places] == np.arange(300)[:, None]).all() and (rows.is_kept == 1).all()
+    assert sorted(rows.places.reshape(-1)) == list(range(600))
+
+
+def test_a_capacity_takes_first_choices_in_the_order_of_tokens():
+    rows = rows_within_capacity(MANY, 4, 70)
+    kept = []
+    for expert in range(4):
+        wanted = [(token, slot) for slot in (0, 1) for token in range(300) if MANY[token, slot] == expert]
+        kept += wanted[:70]
+        own = [token for token, _ in wanted[:70]]
+        assert rows.tokens[expert * 70 : (expert + 1) * 70].tolist() == own + [0] * (70 - len(own))
+    assert sorted(map(tuple, np.argwhere(rows.is_kept == 1))) == sorted(kept)
+    assert rows.counts.tolist() == [70] * 4
+
+
+def test_of_many_equally_probable_experts_the_first_are_chosen():
+    layer = layer_of(experts=64, top_k=3, router=0)
+    indices, weights = layer.route(Tensor(RANDOM.standard_normal((5, 8))))
+    assert indices.tolist() == [[0, 1, 2]] * 5
+    np.testing.assert_allclose(weights.data, 1 / 3, rtol=1e-6)

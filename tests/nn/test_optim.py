@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from minipar.lone_steps import smallest_step, steps_so_far
 from minipar.nn import SGD, AdamW, Linear, Optimizer, Parameter, clip_grad_norm, learning_rate
 from minipar.nn.optim import BLOCK, squared_norm
 from minipar.nn.parameter import Owner, owners_of
@@ -211,6 +212,22 @@ class Recorder:
 
 def test_a_serial_parameter_has_no_owner_and_no_placement():
     assert all(p.owners == [] and p.placement is None for p in Linear(2, 3, name="layer").parameters())
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_a_step_without_an_owner_is_counted_by_its_elements(make):
+    parameters = [parameter(2, 3), parameter(5)]
+    optimizer, before = make(parameters, lr=1.0), steps_so_far()
+    for index, elements in ((0, 6), (1, 5)):
+        optimizer.zero_grad()
+        parameters[index].grad = np.ones(parameters[index].shape)
+        optimizer.step()
+        assert smallest_step(before) == elements
+    assert steps_so_far() == before + 2
+    owned = Parameter(np.zeros((1, 1)))
+    owned.owners = [Recorder(owned, [])]
+    make([owned]).step()
+    assert steps_so_far() == before + 2 and smallest_step(before + 2) == 0
 
 
 @pytest.mark.parametrize("make", [AdamW, SGD])

@@ -5,9 +5,10 @@ import re
 import sys
 
 import pytest
+from safetensors import safe_open
 
 from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig
+from minipar.nn import GPT, GPTConfig, Llama, LlamaConfig, Mixtral, MixtralConfig
 from minipar.nn.pretrained import check_header, load_config, load_pretrained, save_pretrained
 
 SMALL = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)
@@ -97,3 +98,94 @@ def test_saving_makes_the_directories_that_are_missing(tmp_path):
     assert load_config(tmp_path / "a" / "b") == SMALL
     with pytest.raises(UsageError, match=re.escape(f"{tmp_path}/c is not a directory with a config.json")):
         load_config(tmp_path / "c")
+
+
+# ---- what the files say ----------------------------------------------------------------------------------------------
+
+LLAMA = LlamaConfig(11, 8, 8, 2, 2)
+MIXTRAL = MixtralConfig(11, 8, 8, 2, 2, 2)
+WRITTEN = {  # transformers builds another function of other values
+    GPT: (
+        SMALL,
+        {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "tie_word_embeddings": True,
+            "add_cross_attention": False,
+            "n_inner": None,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        },
+    ),
+    Llama: (
+        LLAMA,
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rope_scaling": None,
+        },
+    ),
+    Mixtral: (
+        MIXTRAL,
+        {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "hidden_act": "silu",
+            "router_jitter_noise": 0.0,
+            "sliding_window": None,
+            "rope_scaling": None,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("make", WRITTEN)
+def test_the_files_say_what_transformers_has_to_know(make, tmp_path):
+    config, settings = WRITTEN[make]
+    save_pretrained(make(config), tmp_path)
+    ids = {"bos_token_id": None, "eos_token_id": None}
+    assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict() | settings | ids
+    with safe_open(tmp_path / "model.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("make", WRITTEN)
+def test_another_value_of_these_settings_is_refused(make, tmp_path):
+    config, settings = WRITTEN[make]
+    for name in set(settings) - {"architectures", "model_type", "n_inner", "embd_pdrop", "attn_pdrop", "resid_pdrop"}:
+        save_pretrained(make(config), tmp_path)
+        change(tmp_path, **{name: "another"})
+        with pytest.raises(UsageError, match=f"{name} is 'another'"):
+            load_config(tmp_path)
+
+
+# Of Hugging Face's openai-community/gpt2, huggyllama/llama-7b and mistralai/Mixtral-8x7B-v0.1.
+PUBLISHED = {
+    GPTConfig: {
+        "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
+        "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+    },
+    LlamaConfig: {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4, "initializer_range": 0.02, "tie_word_embeddings": False,
+    },
+    MixtralConfig: {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6, "initializer_range": 0.02, "tie_word_embeddings": False,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", PUBLISHED)
+def test_a_configs_defaults_are_those_of_the_published_model(config):
+    assert config().to_dict() == PUBLISHED[config]

@@ -1,0 +1,118 @@
+"""Claims about the records that are compared: what each file holds, against formulas written out here."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from minipar.record import Record, measure, strips
+
+RANDOM = np.random.Generator(np.random.Philox(5))
+NAMES = {"w": (30, 7), "b": (5,), "s": ()}
+
+
+def values(scale=1.0):
+    return {name: scale * RANDOM.standard_normal(shape) for name, shape in NAMES.items()}
+
+
+def direction(name, shape):
+    """The random direction of a name, from NumPy's Philox with a hash as its key."""
+    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
+    return np.random.Generator(np.random.Philox(key=key)).standard_normal(shape)
+
+
+def expected(name, array):
+    """The norm and the projection of each strip, by NumPy's own cuts."""
+    array = np.atleast_1d(array).astype(float)
+    projected = array * direction(name, array.shape)
+    norms, projections = [], []
+    for dim, size in enumerate(array.shape):
+        count = min(24, size)
+        edges = [size * i // max(count, 1) for i in range(count + 1)]
+        for start, stop in zip(edges, edges[1:], strict=False):
+            strip = range(start, stop)
+            norms.append(np.linalg.norm(array.take(strip, axis=dim)))
+            projections.append(projected.take(strip, axis=dim).sum())
+    return np.array([norms, projections])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (23,), (24,), (25,), (50, 3), (2, 30, 4), (0, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64"])
+def test_each_strip_has_its_norm_and_projection(shape, dtype):
+    array = (10 * RANDOM.standard_normal(shape)).astype(dtype)
+    found = measure("h.0.weight", array)
+    assert found.dtype == np.float64 and found.shape == (2, sum(strips(shape)))
+    np.testing.assert_allclose(found, expected("h.0.weight", array), rtol=1e-12, atol=1e-12)
+
+
+def test_there_are_at_most_24_strips_along_each_dim():
+    assert strips((1, 23, 24, 25, 1000)) == [1, 23, 24, 24, 24] and strips(()) == [1]
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e149, 1e151, 1e300])
+def test_squares_of_large_values_do_not_overflow(scale):
+    array = RANDOM.standard_normal((3, 4))
+    with np.errstate(over="raise", invalid="raise"):
+        found = measure("w", scale * array)
+    floor = 1e-12 if scale > 1 else 1.0  # squares of tiny values vanish; their projections do not
+    assert found[1] == pytest.approx(scale * expected("w", array)[1], rel=1e-12)
+    assert found[0] == pytest.approx(scale * expected("w", array)[0], rel=floor)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_stays_so_without_a_warning(bad):
+    array = np.ones((2, 3))
+    array[1, 2] = bad
+    with np.errstate(over="raise", invalid="raise"):
+        norms, _ = measure("w", array)
+    assert np.isfinite(norms).tolist() == [True, False, True, True, False]
+
+
+def test_a_parameter_that_is_not_finite_has_no_update(tmp_path):
+    record = Record(tmp_path / "run", {"w": np.array([1.0, np.inf])})
+    with np.errstate(over="raise", invalid="raise"):
+        record.step(0, 1.0, 1.0, {"w": np.ones(2)}, {"w": np.array([2.0, np.inf])})
+    with np.load(tmp_path / "run" / "step-0.npz") as file:
+        assert np.isnan(file["update/w"]).tolist() == [[False, True]] * 2
+
+
+def test_a_complex_value_is_refused():
+    with pytest.raises(TypeError, match="w is complex: a record holds real values"):
+        measure("w", np.ones(2, complex))
+
+
+def test_a_record_has_the_facts_and_a_file_for_each_step(tmp_path):
+    """The directory is new, its parents may be missing, and each update is the difference to the step before."""
+    folder = tmp_path / "runs" / "first"
+    history = [values() for _ in range(4)]
+    start = {name: array.copy() for name, array in history[0].items()}
+    record = Record(folder, history[0], dp=2, dtype="float64")
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts == {"dp": 2, "dtype": "float64", "shapes": {name: list(shape) for name, shape in NAMES.items()}}
+    before = start
+    for step, after in enumerate(history[1:]):
+        gradients = values(1e-3)
+        record.step(step, 2.5, np.float32(0.5), gradients, after)
+        with np.load(folder / f"step-{step}.npz") as file:
+            assert (file["loss"], file["grad_norm"]) == (2.5, 0.5) and file["loss"].dtype == float
+            assert len(file.files) == 2 + 2 * len(NAMES)
+            for name in NAMES:
+                np.testing.assert_allclose(file[f"gradient/{name}"], expected(name, gradients[name]), rtol=1e-12)
+                update = after[name] - before[name]
+                np.testing.assert_allclose(file[f"update/{name}"], expected(name, update), rtol=1e-12, atol=1e-14)
+        before = after
+    assert all(np.array_equal(history[0][name], start[name]) for name in NAMES)  # the record has copies
+    with pytest.raises(FileExistsError, match="first exists already: give each record a new directory"):
+        Record(folder, history[0])
+
+
+@pytest.mark.parametrize("what", ["gradient", "parameter"])
+@pytest.mark.parametrize("shape", [(7, 30), (30,), (30, 1), ()])
+def test_an_array_of_another_shape_is_refused(tmp_path, what, shape):
+    record = Record(tmp_path / "run", values())
+    given = {"gradient": values(), "parameter": values()}
+    given[what]["w"] = np.zeros(shape)
+    with pytest.raises(ValueError, match=f"{what} w has shape .*, expected \\(30, 7\\)"):
+        record.step(0, 1.0, 1.0, given["gradient"], given["parameter"])
+    assert not (tmp_path / "run" / "step-0.npz").exists()
