@@ -106,7 +106,7 @@ def test_a_microbatch_is_a_power_of_two_unless_it_is_fixed():
     assert {one.microbatch for one in layouts(GPT2, a100s(8), 96, SearchSpace(microbatch=3))} == {3}
 
 
-def test_with_a_cp_of_the_planners_own_a_microbatch_is_a_sample():
+def test_a_microbatch_is_a_sample_under_the_planners_own_cp():
     assert microbatch_sizes(8, SearchSpace(), 4) == [1]
     assert microbatch_sizes(8, SearchSpace(), 1) == microbatch_sizes(8, SearchSpace(cp=(4,)), 4) == [1, 2, 4, 8]
     assert microbatch_sizes(8, SearchSpace(microbatch=2), 4) == [2]
