@@ -51,11 +51,11 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
 
 def parse_size(text: str) -> int:
     """Read bytes with a binary multiple: "64K" is 65536. UsageError when the text is not a size."""
-    factor = UNITS.get(text[-1:].upper(), 1)
-    digits = text[:-1] if factor > 1 else text
+    unit = text[-1:].upper()
+    digits = text[:-1] if unit in UNITS else text
     if not (digits.isdecimal() and len(digits) < 16):
         raise UsageError(f"--sizes {text}: expected bytes, such as 4096, 64K or 1M")
-    return int(digits) * factor
+    return int(digits) * UNITS.get(unit, 1)
 
 
 def measure(comm: Communicator, op: str, algorithm: str, nbytes: int, dtype: np.dtype) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def predict(config: TrainConfig, machine: Machine, length: int) -> tuple[StepTim
         gpu=Gpu(peak=machine.costs.flops_per_second, memory=inf, memory_bandwidth=inf, inside=speed, between=speed),
         gpus=layout.gpus,
         per_host=layout.gpus,
-        assumptions=Assumptions(links=1.0, alpha_inside=network.alpha, alpha_between=network.alpha, contention=0.0),
+        assumptions=Assumptions(links=1.0, alpha_inside=network.alpha, contention=0.0),
         framework=framework,
         measured=machine.costs.compute,
     )

@@ -72,7 +72,8 @@ def test_a_count_below_1_names_all_of_its_flags(values):
 
 def test_sizes_have_binary_multiples():
     assert [parse_size(text) for text in ("4096", "64K", "64k", "1M", "0")] == [4096, 65536, 65536, 1 << 20, 0]
-    for text in ("", "K", "-1", "1.5M", "x", "1KB", "²", "9" * 5000):
+    assert parse_size("9" * 15 + "g") == (10**15 - 1) << 30
+    for text in ("", "K", "-1", "1.5M", "x", "1KB", "²", "9" * 16, "9" * 5000):
         with pytest.raises(UsageError, match="^--sizes .*: expected bytes, such as 4096, 64K or 1M$"):
             parse_size(text)
 
@@ -194,13 +195,18 @@ def test_a_batch_of_calls_takes_a_hundredth_of_a_second(seconds, calls, monkeypa
     assert rows[0]["seconds"] == pytest.approx(20 * seconds)
 
 
-def test_the_matrix_products_of_a_step_are_all_there(monkeypatch):
-    """Three for each weight and for the head; attention has two forward and four backward."""
+@pytest.mark.parametrize(
+    ("dtype", "computed"),
+    [("float32", "float32"), ("float64", "float64"), ("bfloat16", "float32"), ("float16", "float32")],
+)
+def test_the_matrix_products_of_a_step_are_all_there(dtype, computed, monkeypatch):
+    """Three for each weight and for the head; attention has two forward and four backward. In 2 bytes they are wide."""
     config, batch = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=3, n_head=2), 5
     counted = []
-    products = step._matrix_products(config, batch, "float32")
+    products = step._matrix_products(config, batch, dtype)
 
     def matmul(x, y):
+        assert x.dtype == y.dtype == computed
         counted.append(2 * math.prod(x.shape) * (x @ y).shape[-1])
 
     monkeypatch.setattr(step, "np", SimpleNamespace(matmul=matmul))

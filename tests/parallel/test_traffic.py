@@ -13,7 +13,7 @@ from sampled import sampled
 from training import ranks_of, trainer_for
 
 from minipar.comm import run_local
-from minipar.nn import GPTConfig
+from minipar.nn import GPTConfig, LlamaConfig
 from minipar.nn.pretrained import save_pretrained
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.schedule_file import save_csv
@@ -139,6 +139,22 @@ def test_a_layer_adds_8_bsh_per_microbatch_and_12_recomputed(t, sequence, recomp
         one, two = (tp_bytes(layout, rank, 0) for layout in layouts)
         replicated = 2 * 6 * H * (t - 1) // t if sequence else 0
         assert two - one == M * (12 if recompute else 8) * N * (t - 1) // t + replicated
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("c", [1, 2, 4])
+@pytest.mark.parametrize("method", ["ring", "all-gather", "ulysses"])
+def test_attention_sends_the_published_elements_over_cp(method, c, recompute):
+    """Of a layer and microbatch; of 4 heads two share one of keys. Gradients travel in 4 bytes where the rest has 2."""
+    model = LlamaConfig(16, 24, 8, 3, 4, 2, 32)
+    u, h, h_kv = 5 * 32 // c, 24, 12
+    layout = StepLayout(model, 32, samples=5, microbatches=2, itemsize=2, reduce_itemsize=4, cp=c)
+    layout = replace(layout, context_parallel=method, recompute=recompute)
+    forwards = 2 if recompute else 1
+    hops = {"ring": c, "all-gather": c - 1, "ulysses": 0}[method] if c > 1 else 0
+    moved = 2 * (h + h_kv) * u * (c - 1) // c if method == "ulysses" else 2 * (c - 1) * u * h_kv
+    expected = 2 * 3 * ((forwards + 1) * moved * 2 + 2 * hops * u * h_kv * 4)
+    assert [predicted_traffic(layout, rank)["cp"] for rank in range(c)] == [expected] * c
 
 
 @pytest.mark.parametrize("t", [1, 4])

@@ -12,7 +12,7 @@ from minipar.plan.layout import MINIPAR
 from minipar.plan.model import ModelShape, find_model
 from minipar.plan.rank_bytes import memory, volume
 from minipar.plan.report import tied, why
-from minipar.plan.search import SearchSpace, judge, layouts, plan
+from minipar.plan.search import SearchSpace, judge, layouts, microbatch_sizes, plan
 from minipar.plan.step_time import StepTime, step_time
 
 GPT2, GPT3 = find_model("gpt2"), find_model("gpt3-175b")
@@ -104,6 +104,13 @@ def test_pipelines_that_are_possible():
 def test_a_microbatch_is_a_power_of_two_unless_it_is_fixed():
     assert {one.microbatch for one in layouts(GPT2, a100s(8), 96)} == {1, 2, 4, 8, 16, 32}
     assert {one.microbatch for one in layouts(GPT2, a100s(8), 96, SearchSpace(microbatch=3))} == {3}
+
+
+def test_a_microbatch_is_a_sample_under_the_planners_own_cp():
+    assert microbatch_sizes(8, SearchSpace(), 4) == [1]
+    assert microbatch_sizes(8, SearchSpace(), 1) == microbatch_sizes(8, SearchSpace(cp=(4,)), 4) == [1, 2, 4, 8]
+    assert microbatch_sizes(8, SearchSpace(microbatch=2), 4) == [2]
+    assert microbatch_sizes(7, SearchSpace(microbatch=2), 1) == []
 
 
 def test_with_one_replica_any_zero_stage_is_none():

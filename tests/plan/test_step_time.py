@@ -219,6 +219,20 @@ def test_unequal_stages_count_as_the_fullest_in_closed_form():
     assert exact <= closed < 1.5 * exact
 
 
+@pytest.mark.parametrize(("head", "busiest"), [(0.0, [0]), (1.5, [0]), (2.5, [2])])
+def test_the_busiest_rank_counts_seconds_of_layers_and_ends(head, busiest):
+    """Ranks of 3, 2 and 1 layers of a second each; the last has the head, too."""
+    own = stages(GPT2, layout(pp=3, microbatches=3), wires(3))
+    second = replace(own.units.layer, forward=1.0, backward_input=0.0, backward_weight=0.0)
+    own.layers = [3, 2, 1]
+    own.units = replace(
+        own.units, layer=second, embedding=replace(second, forward=0.0), head=replace(second, forward=head)
+    )
+    assert own.busiest_rank() == busiest
+    own.units = replace(own.units, layer=replace(second, forward=2.0), head=replace(second, forward=3.5))
+    assert own.busiest_rank() == [0]
+
+
 def test_a_tp_rank_sends_its_part_or_all_to_the_next_stage():
     """Megatron cuts it in any case (Narayanan et al. 2021, section 4.1), minipar where it is cut already."""
     nbytes = LENGTH * GPT3.hidden * 2

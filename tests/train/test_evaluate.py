@@ -89,6 +89,15 @@ def test_losses_are_added_in_the_order_of_the_samples():
     assert validation_loss(trainer, evaluation) == pytest.approx(1 / (62 * 8), rel=1e-9)
 
 
+@pytest.mark.parametrize(("dtype", "digits"), [("bf16", 3), ("fp16", 4), ("float32", 5), ("float64", 10)])
+def test_the_loss_has_the_digits_that_every_layout_agrees_on(dtype, digits):
+    config = config_of(f"--dtype {dtype}")
+    tokens, evaluation = hold_out(config, TEXT)
+    trainer = trainer_for(config, tokens)
+    trainer.model.loss_sum = lambda x, y: Tensor(np.array(8 * 1.23456789012345))
+    assert validation_loss(trainer, evaluation) == float(f"{1.23456789012345:.{digits}g}")
+
+
 @pytest.mark.parametrize("flags", ["--dp 2 --zero-stage 3", "--pp 2 --microbatches 2"])
 def test_evaluating_changes_no_bit_of_the_training(flags, tmp_path):
     (tmp_path / "eval.txt").write_bytes(TEXT.ids[:1000].tobytes())
