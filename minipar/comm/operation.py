@@ -25,6 +25,7 @@ ALGORITHM_CODES = {
     "pairwise": 4,
     "binomial": 5,
     "dissemination": 6,
+    "tree": 7,
 }
 COMBINE = {"sum": np.add, "max": np.maximum}
 
