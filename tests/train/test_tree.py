@@ -22,8 +22,8 @@ LETTERS[RANDOM.random(900) < 0.5] &= 32  # 0 and 32 occur often, as some letters
 TEXT = Tokens(LETTERS.astype(np.uint8), "random text", VOCAB)
 SHAPE = f"--hidden 32 --heads 8 --seq-len 16 --vocab-size {VOCAB} --global-batch 8"
 UPDATE = "--clip-grad 0.5 --lr-schedule cosine --weight-decay 0.1"
-MODELS = ("--model gpt2 --dtype float32", "--model llama --dtype float64 --ffn 48")
-MODELS += ("--model llama --dtype float32 --ffn 64", "--model gpt2 --dtype float64 --dropout 0.1")
+MODELS = ("--model gpt2 --dtype float32", "--model llama --dtype float32 --ffn 64")
+MODELS += ("--model llama --dtype float64 --ffn 48", "--model gpt2 --dtype float64 --dropout 0.1")
 SCHEDULES = ("1f1b", "zb-h1", "gpipe")
 # dp, tp, pp on 2, 4 and 8 ranks. The first one is in `make test` with two of MODELS.
 SHAPES = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (4, 1, 2), (2, 4, 1), (1, 4, 2), (2, 1, 4), (1, 2, 4)]
