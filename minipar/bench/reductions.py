@@ -67,7 +67,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
 
 
 def trainer_for(comm: Communicator, args: argparse.Namespace, reduction: str) -> Trainer:
-    """Make a trainer of the model and mesh that the flags describe, on random text. UsageError if it cannot be."""
+    """Make a trainer of the model and mesh that the flags describe, on random text."""
     names = "layers hidden heads seq_len vocab_size tp global_batch microbatches".split()
     words = ["--reduction", reduction, "--steps", str(WARMUP + args.repeat)]
     for name in names:
