@@ -3,6 +3,7 @@
     collectives.py   each collective next to MPI's own
     step.py          a training step next to PyTorch's; the ZeRO stages; the cost of synchronization (overlap)
     pipeline.py      the bubble of each pipeline schedule
+    reductions.py    a training step with each order of sums
     context.py       the balance of context parallelism's orders of tokens
 
 The rest calibrates the planner and compares it with runs:

@@ -11,7 +11,7 @@ USER_TAGS = 1 << 16  # the user's tags are 0..USER_TAGS-1
 # The names that a tag has as their indices.
 OPERATIONS = "control all_reduce reduce_scatter all_gather all_to_all broadcast barrier".split()
 ALGORITHM_NAMES = (
-    "ring recursive_doubling recursive_halving ordered pairwise binomial dissemination".split()
+    "ring recursive_doubling recursive_halving ordered pairwise binomial dissemination tree".split()
 )  # fmt: skip
 COMBINE = {"sum": np.add, "max": np.maximum}
 

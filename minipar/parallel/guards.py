@@ -275,5 +275,5 @@ def check_names_over(comm: Communicator, parameters: Sequence[Parameter]) -> Non
 
 def check_algorithm(algorithm: Any) -> None:
     """Raise ValueError unless the bits of this algorithm's sums depend on the rank count and the chunks alone."""
-    if algorithm not in ("ring", "ordered"):
-        raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
+    if algorithm not in ("ring", "ordered", "tree"):
+        raise ValueError(f'algorithm "{algorithm}": expected ring, ordered or tree')

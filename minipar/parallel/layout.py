@@ -73,6 +73,19 @@ class StepLayout:
         return self.microbatches if self.sync_every_microbatch else 1
 
     @property
+    def leaf_sums(self) -> int:
+        """The number of times that Partial gradients are summed over tp: for each leaf of a tree."""
+        return self.microbatches if self.reduction == "tree" else self.syncs
+
+    @property
+    def enters(self) -> int:
+        """The crossings of a layer into tensor parallelism; those out of it are 2.
+
+        Two in a layer, the attention and the MLP. In a tree q, k, v, gate and up of a Llama enter by themselves.
+        """
+        return 5 if self.reduction == "tree" and self.model.model_type != "gpt2" else 2
+
+    @property
     def norm_rows(self) -> int:
         """The chunks whose squares a rank sums: its own with ZeRO or ep > 1, else all."""
         return 1 if self.zero_stage > 0 or self.ep > 1 else self.replicas

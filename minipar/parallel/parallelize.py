@@ -25,6 +25,7 @@ from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.stage import PipelineParallel, segment_groups
 from minipar.parallel.tensor.plan import TensorParallel, tensor_parallel
 from minipar.parallel.token_order import ContextParallel
+from minipar.parallel.tree import leaf_count
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
 DataParallel: TypeAlias = DistributedDataParallel | ZeroStage1 | FullyShardedDataParallel  # ZeroStage2 is a ZeroStage1
@@ -78,9 +79,11 @@ def parallelize(
     # Tensor parallelism: each rank of tp keeps a part of every layer. Some gradients on a rank then
     # come from a part of the tokens alone. `tensor.sum_partial` sums these gradients over tp,
     # before data parallelism sums them over dp.
+    # With "tree" one rank too computes the layers in leaves, as any number of ranks would.
     tensor: TensorParallel | None = None
-    if mesh.tp.size > 1:
-        tensor = tensor_parallel(model, mesh.tp, reduction, sequence, reduce_dtype)
+    leaves = leaf_count(model.config, length) if reduction == "tree" else 0
+    if mesh.tp.size > 1 or leaves:
+        tensor = tensor_parallel(model, mesh.tp, reduction, sequence, reduce_dtype, leaves)
 
     # Expert parallelism: each rank of ep keeps some experts of every layer. The gradients of experts
     # are summed over edp, and all other gradients over dp x cp.
@@ -96,6 +99,11 @@ def parallelize(
         units = pipeline.groups
         segment_lists = [stage.segments for stage in pipeline.stages.values()]
 
+    # The gradients of each leaf of a tree are summed over tp when backward has computed them.
+    before_reduce = None if tensor is None else tensor.sum_partial
+    if leaves:
+        before_reduce = nothing_left_to_sum
+
     # Data parallelism: ranks of dp have other sequences, and ranks of cp have other parts of them.
     # Gradients are therefore summed over both.
     ddp = shard(
@@ -106,11 +114,15 @@ def parallelize(
         groups=experts.groups(mesh.dp_cp, units),
         segment_lists=segment_lists,
         replicas=replicas,
-        before_reduce=None if tensor is None else tensor.sum_partial,
+        before_reduce=before_reduce,
         gradient_dtype=gradient_dtype,
         reduce_dtype=reduce_dtype,
     )
     return Parallelized(ddp, context, tensor, experts, pipeline)
+
+
+def nothing_left_to_sum(parameters: Sequence[Parameter]) -> None:
+    """Do nothing before data parallelism sums these gradients: they are complete."""
 
 
 def shard(

@@ -25,6 +25,13 @@ def ordered_sum(count: int, ranks: int, rank: int) -> int:
     return wire_bytes("all_reduce", "ordered", count, FLOAT64, ranks, rank)
 
 
+def norm_bytes(layout: StepLayout, count: int, ranks: int, rank: int) -> int:
+    """Compute what the gradient's norm sends over an axis: so many sums, or in a tree a maximum and two integers."""
+    if layout.reduction == "tree":
+        return ordered_sum(1, ranks, rank) + ordered_sum(2, ranks, rank)
+    return ordered_sum(count, ranks, rank)
+
+
 def bucket_elements(layout: StepLayout, pp: int, only_partial: bool = False) -> Counter[tuple[int, int]]:
     """Count the elements of each bucket of pipeline rank `pp`, or of its Partial parameters only.
 
@@ -115,7 +122,7 @@ def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     total = ordered_sum(1, replicas, rank)  # the loss
     total += ordered_sum(layout.loads, replicas, rank)
     if layout.zero_stage > 0 or layout.ep > 1:
-        total += ordered_sum(1, shards, rank % shards)  # the norm
+        total += norm_bytes(layout, 1, shards, rank % shards)
     reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
     for (unit, ep), elements in bucket_elements(layout, pp).items():
         ranks = shards // ep
@@ -193,32 +200,39 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     def all_reduce(elements: int, itemsize: int) -> int:
         return wire_bytes("all_reduce", layout.reduction, elements, itemsize, layout.tp, rank)
 
-    per_layer = 6 if layout.recompute else 4
-    crossings = per_layer * layout.blocks(pp)
+    forwards = 2 if layout.recompute else 1
+    entered = layout.enters * layout.blocks(pp)
+    left = 2 * layout.blocks(pp)
+    # An activation that enters is gathered in each forward, and its gradient is summed. One that
+    # leaves is summed in each forward, and its gradient is gathered.
+    gathers = forwards * entered + left
+    sums = forwards * left + entered
     microbatch = 0
     if pp == layout.first:
-        crossings += 1
+        gathers += 1
+        sums += 1
     if pp == layout.last:
-        crossings += 1
+        gathers += 1
+        sums += 1
         loss_itemsize = max(4, layout.itemsize)  # the loss is float32 at least
         microbatch += all_reduce(layout.tokens, loss_itemsize)
         microbatch += all_reduce(2 * layout.tokens, loss_itemsize)
-    microbatch += crossings * crossing_bytes(layout, rank)
-    step = ordered_sum(layout.norm_rows, layout.tp, rank)
+    microbatch += crossing_bytes(layout, rank, gathers, sums)
+    step = norm_bytes(layout, layout.norm_rows, layout.tp, rank)
     for elements in bucket_elements(layout, pp, only_partial=True).values():
-        step += layout.syncs * all_reduce(elements, layout.reduce_bytes)
+        step += layout.leaf_sums * all_reduce(elements, layout.reduce_bytes)
     return layout.microbatches * microbatch + step
 
 
-def crossing_bytes(layout: StepLayout, rank: int) -> int:
-    """Compute what one sum of n elements over tp sends, or a gather and a reduce-scatter of them."""
+def crossing_bytes(layout: StepLayout, rank: int, gathers: int, sums: int) -> int:
+    """Compute what so many sums of n elements over tp send; with sequence parallelism gathers and reduce-scatters."""
     n, t = layout.tokens * layout.model.n_embd, layout.tp
     if not layout.sequence_parallel:
-        return wire_bytes("all_reduce", layout.reduction, n, layout.reduce_bytes, t, rank)
+        return sums * wire_bytes("all_reduce", layout.reduction, n, layout.reduce_bytes, t, rank)
     gather = "ring" if layout.reduction == "ring" else "pairwise"
     gathered = wire_bytes("all_gather", gather, n, layout.itemsize, t, rank)
     summed = wire_bytes("reduce_scatter", layout.reduction, n, layout.reduce_bytes, t, rank)
-    return gathered + summed
+    return gathers * gathered + sums * summed
 
 
 def pp_bytes(layout: StepLayout, rank: int) -> int:
@@ -249,8 +263,9 @@ def pp_bytes(layout: StepLayout, rank: int) -> int:
         if rank == layout.first:
             total += table * layout.itemsize
         if rank == layout.last:
-            total += table * layout.gradient_bytes
-    total += ordered_sum(2 * (layout.model.n_layer + 2) * layout.norm_rows, layout.pp, rank)
+            gradients = layout.microbatches if layout.reduction == "tree" else 1
+            total += gradients * table * layout.gradient_bytes
+    total += norm_bytes(layout, 2 * (layout.model.n_layer + 2) * layout.norm_rows, layout.pp, rank)
     total += ordered_sum(1, layout.pp, rank)  # the loss
     total += ordered_sum(layout.loads, layout.pp, rank)
     return total

@@ -15,7 +15,7 @@ from minipar.nn.gpt import GPTConfig
 from minipar.nn.llama import LlamaConfig
 from minipar.nn.moe import MixtralConfig
 from minipar.nn.transformer import TransformerConfig
-from minipar.parallel import token_order, ulysses
+from minipar.parallel import token_order, tree, ulysses
 from minipar.parallel.pipeline import check as checker
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedule_file import load_csv
@@ -192,6 +192,8 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     except ValueError as error:
         raise UsageError(str(error)) from None
     check_split(config)
+    if config.run.reduction == "tree":
+        config = with_leaves(config, dp)
     check_batch(config, dp)
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
     return with_values(config, _precision(config))
@@ -232,6 +234,46 @@ def check_split(config: TrainConfig) -> None:
     check_shape(shape, mesh.tp, length // mesh.cp if mesh.sequence_parallel else None)
     if mesh.context_parallel == "ulysses":
         ulysses.check_heads(config.model.heads // mesh.tp, shape.n_kv_head // mesh.tp, mesh.cp)
+
+
+# ---- sums as trees ---------------------------------------------------------------------------------------------------
+
+
+def with_leaves(config: TrainConfig, dp: int) -> TrainConfig:
+    """Return `config` with microbatches of one sample, unless they are given: these are the leaves of a tree.
+
+    UsageError if a layout cannot have the bits of one device (docs/combinations.md says why).
+    """
+    refuse_other_orders(config)
+    is_given = "data.microbatches" in config.given or config.data.microbatches > 1
+    if not is_given:
+        config = with_values(config, {"data.microbatches": max(1, config.data.global_batch // dp)})
+    tp = config.mesh.tp
+    for name, count in (("dp", dp), ("tp", tp), ("microbatches", config.data.microbatches)):
+        if not tree.is_power_of_two(count):
+            why = "neighbours are added in pairs, and then the pairs, so it is a power of two"
+            raise UsageError(f"--reduction tree with {name} = {count}: {why}")
+    leaves = tree.leaf_count(shape_of(config.model), config.model.seq_len)
+    if tp > leaves:
+        why = f"a layer has {leaves}, the largest power of two in heads, kv-heads, ffn, vocab-size and seq-len"
+        raise UsageError(f"--reduction tree with tp = {tp}: each rank has at least one leaf, but {why}")
+    return config
+
+
+def refuse_other_orders(config: TrainConfig) -> None:
+    """Raise UsageError for what `--reduction tree` cannot add in one order in all layouts."""
+    mesh = config.mesh
+    run = config.run
+    reasons = {
+        f"--cp {mesh.cp}": (mesh.cp > 1, "a product of a part of a sequence's rows has other bits"),
+        "--model mixtral": (config.model.model == "mixtral", "how many rows an expert has depends on the batch"),
+        f"--dtype {run.dtype}": (run.dtype not in ("float32", "float64"), "each rank rounds its term to 2 bytes"),
+        "--sync-every-microbatch": (mesh.sync_every_microbatch, "it sums over dp before it sums over microbatches"),
+        f"--device {run.device}": (run.device != "cpu", "its library computes products of stacks in another order"),
+    }
+    for flag, (is_used, why) in reasons.items():
+        if is_used:
+            raise UsageError(f"--reduction tree does not go with {flag}: {why}")
 
 
 def check_batch(config: TrainConfig, dp: int) -> None:

@@ -218,8 +218,9 @@ def add_run_flags(parser: UsageParser) -> None:
         help="full: keep all scores; blockwise: compute them again in backward; auto: full if "
              f"short, or with dropout (default: {RunConfig.attention})")
     add("--reduction", choices=CHOICES["--reduction"],
-        help="order of sums over ranks: ring, or ordered (rank 0 first: bit for bit as one "
-             f"device) (default: {RunConfig.reduction})")
+        help="order of sums: ring; ordered (over ranks, rank 0 first: bit for bit as one device); "
+             "tree (all sums: bit for bit the same in all layouts, docs/combinations.md) (default: "
+             f"{RunConfig.reduction})")
     add("--metrics", metavar="FILE.jsonl",
         help="one JSON line per step; '-' is standard output, and progress then goes to standard "
              "error")

@@ -37,6 +37,8 @@ class OneDevice(Trainer):
     def _forward_backward(self, step: int) -> float:
         """Compute the gradient of each replica in turn, and add them as the ranks do; return the summed loss."""
         assert isinstance(self.ddp, DistributedDataParallel)
+        if self.leaves is not None:
+            return self.backward_leaves(step, self.replicas, self.leaves)
         microbatches = range(self.config.data.microbatches)
         passes: list[Sequence[int]] = [microbatches]
         if self.config.mesh.sync_every_microbatch:
@@ -75,6 +77,8 @@ class OneDevice(Trainer):
         return copy
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
+        if self.leaves is not None:
+            return super()._clip_grad_norm(max_norm)
         return clip_grad_norm(self.ddp.parameters(), max_norm, self.mesh.dp, chunks=self.shards)
 
 

@@ -12,6 +12,8 @@ from minipar.nn.layers import DropoutKeys, dropping
 from minipar.parallel.parallelize import DataParallel
 from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel
+from minipar.parallel.tree import tree_sum
+from minipar.train.leaves import LeafGradients
 
 
 def run_schedule(
@@ -23,15 +25,18 @@ def run_schedule(
     keys: Sequence[DropoutKeys],
     gradient: float,
     last_microbatch: int | None,
+    leaves: LeafGradients | None,
 ) -> float:
     """Compute the gradient of a replica's microbatches, times `gradient`; return their summed loss.
 
     batches[m] has the inputs and targets of microbatch m. Only the ranks of the first and of the
     last stage need them. keys[m] draws its dropout masks. The backward of the last microbatch
     starts the sum of the gradients over the replicas. Sends what the schedule sends, the gradient
-    of a tied embedding, the gradients, and the loss (8 bytes) over pp.
+    of a tied embedding, the gradients, and the loss (8 bytes) over pp. `leaves` takes each
+    microbatch's gradients, if they add up as a tree.
     """
     losses = np.zeros(1)
+    leaf_losses = np.zeros(len(keys))
     on_device: list[tuple[Array, Array]] = []
     for inputs, targets in batches:
         on_device.append((from_host(inputs), from_host(targets)))
@@ -41,7 +46,10 @@ def run_schedule(
 
     def loss(m: int, logits: Tensor) -> Tensor:
         value = pipeline.model.criterion(logits, on_device[m][1])
-        losses[0] += value.item()
+        if leaves is None:
+            losses[0] += value.item()
+        else:
+            leaf_losses[m] = value.item()
         return value
 
     @contextmanager
@@ -52,9 +60,15 @@ def run_schedule(
         region = pipeline.comm.tracer.region(str(action))
         with dropping(keys[m]), sync, data_parallel.scaled_backward(), region:
             yield
+        if leaves is not None:
+            leaves.take(m)
 
     executor.run(tokens, loss, gradient, around)
-    pipeline.fetch_tied_gradient()
+    if leaves is None:
+        pipeline.fetch_tied_gradient()
+    else:
+        leaves.finish(len(keys))
+        losses[0] = tree_sum(leaf_losses)
     data_parallel.synchronize()
     pipeline.comm.all_reduce(losses, algorithm="ordered")  # zero on all stages but the last
     return float(losses[0])

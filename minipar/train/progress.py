@@ -284,7 +284,7 @@ def notes(config: TrainConfig) -> list[str]:
         lines.append(f"--zero-stage 3 gathers parameters for {passes}")
     if stage >= 2 and shards > 1 and m > 1 and not mesh.sync_every_microbatch:
         line = f"{m} microbatches add up in whole gradients, which --zero-stage {stage} then shards"
-        if mesh.pp == 1:
+        if mesh.pp == 1 and config.run.reduction != "tree":
             line += "; --sync-every-microbatch keeps them sharded and sends them each time"
         lines.append(line)
     if mesh.pp > 1 and (m == 1 or mesh.schedule == "naive"):

@@ -101,9 +101,17 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
         raise UsageError(f"{checkpoint.path}: written while training on another text than {tokens.name}; give --data")
     if checkpoint.step > config.optimizer.steps:
         raise UsageError(f"{checkpoint.path}: step {checkpoint.step} is beyond --steps {config.optimizer.steps}")
+    if saved["--reduction"] == current["--reduction"] == "tree" and leaves(saved) != leaves(current):
+        then = f"dp*microbatches = {leaves(saved)} leaves of a tree"
+        raise UsageError(f"{checkpoint.path}: written with {then}, but this run has {leaves(current)}; keep them")
     with agreeing(comm, "--resume"):
         for file in checkpoint.files[comm.rank :: comm.size]:
             checkpoint.check_file(file)
+
+
+def leaves(values: dict[str, Any]) -> int:
+    """Return the leaves of the batch with `--reduction tree`: the microbatches of all replicas."""
+    return values["--dp"] * values["--microbatches"]
 
 
 def _compare(path: Path, names: Sequence[str], saved: dict[str, Any], current: dict[str, Any], why: str) -> None:
@@ -119,6 +127,8 @@ def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
     """Return whether every step so far added its values in this layout's order, which one device repeats to the bit."""
     current = run_flags(config)
     periods = [] if checkpoint is None else checkpoint.flags
+    if config.run.reduction == "tree":
+        return all(then["--reduction"] == "tree" and leaves(then) == leaves(current) for then in periods)
     # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the
     # norm.
     same_norm = (not config.optimizer.clip_grad or (then["--pp"] == 1) == (config.mesh.pp == 1) for then in periods)

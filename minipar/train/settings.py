@@ -30,7 +30,7 @@ CHOICES = {
     "--device": ("cpu", "cuda"),
     "--recompute": ("none", "full"),
     "--attention": METHODS,
-    "--reduction": ("ring", "ordered"),
+    "--reduction": ("ring", "ordered", "tree"),
     "--clock": ("wall", "cpu", "model"),
     "--export-dtype": DTYPES,
 }

@@ -6,7 +6,7 @@ microbatches. `--record` and `--verify` give the trainer functions to call: `gra
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,10 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import unseen
 from minipar.nn.layers import DropoutKeys, dropping
 from minipar.nn.optim import AdamW, learning_rate
+from minipar.parallel import exact_norm
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.state import gather_state
+from minipar.parallel.tree import TreeSum
 from minipar.train.balance import RouterBalance
 from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, save
 from minipar.train.data import Batches, Tokens
@@ -30,6 +32,7 @@ from minipar.train.from_config import (
     refuse_export_of_biases,
     samples_per_microbatch,
 )
+from minipar.train.leaves import LeafGradients
 from minipar.train.phases import model_clock, phase, start_step
 from minipar.train.pipeline_pass import run_schedule
 from minipar.train.precision import LossScaler, is_finite, refuse_divergence
@@ -70,6 +73,7 @@ class Trainer:
         check_model_state(config, mesh, self.model)
         refuse_export_of_biases(config, self.model)
         strategies, self.executor = apply_strategies(config, mesh, self.model)
+        self.leaves = LeafGradients(strategies) if config.run.reduction == "tree" else None
         self.ddp = strategies.ddp
         self.context = strategies.context
         self.pipeline = strategies.pipeline
@@ -84,6 +88,8 @@ class Trainer:
         self.samples_per_microbatch = samples_per_microbatch(config)
         # The gradients are summed over the replicas in the backward of this microbatch.
         self.last_microbatch: int | None = config.data.microbatches - 1
+        if self.leaves is not None:
+            self.last_microbatch = None  # all gradients are added as a tree first
         self.batches = Batches(
             tokens,
             seq_len=config.model.seq_len,
@@ -148,6 +154,8 @@ class Trainer:
         """Compute the global batch's gradient, times the loss scale; return its summed loss."""
         if self.pipeline is not None:
             loss = self._pipeline_backward(step)
+        elif self.leaves is not None:
+            loss = self.backward_leaves(step, [self.mesh.dp.rank], self.leaves)
         else:
             loss = 0.0
             for m in range(self.config.data.microbatches):
@@ -156,7 +164,22 @@ class Trainer:
                     loss += self.backward_microbatch(step, self.mesh.dp.rank, m)
                 if sync:
                     self.ddp.synchronize()
-        return float(self.mesh.dp_cp.all_reduce(np.array([loss]), algorithm="ordered")[0])
+        order = "ordered" if self.leaves is None else "tree"
+        return float(self.mesh.dp_cp.all_reduce(np.array([loss]), algorithm=order)[0])
+
+    def backward_leaves(self, step: int, replicas: Sequence[int], leaves: LeafGradients) -> float:
+        """Compute the gradients of replicas, whose microbatches are the leaves of a tree; return their summed loss."""
+        losses = TreeSum()
+        number = 0
+        with self.ddp.no_sync():
+            for replica in replicas:
+                for m in range(self.config.data.microbatches):
+                    losses.add(number, self.backward_microbatch(step, replica, m))
+                    leaves.take(number)
+                    number += 1
+        leaves.finish(number)
+        self.ddp.synchronize()
+        return losses.total()
 
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
         """Add one microbatch's gradient; return its summed loss.
@@ -192,6 +215,7 @@ class Trainer:
             keys=keys,
             gradient=self.scaler.scale / self.tokens_per_step,
             last_microbatch=self.last_microbatch,
+            leaves=self.leaves,
         )
 
     def update(self, step: int, loss: float, grad_norm: float) -> int | None:
@@ -250,4 +274,5 @@ class Trainer:
         All ranks call it.
         """
         mesh = self.mesh
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.shard_comm, mesh.tp, mesh.pp)
+        clip = clip_grad_norm if self.leaves is None else exact_norm.clip_grad_norm
+        return clip(self.ddp.parameters(), max_norm, self.ddp.shard_comm, mesh.tp, mesh.pp)

@@ -44,6 +44,8 @@ class Verdict:
 def is_exact(config: TrainConfig) -> bool:
     """Return whether a step of this layout has one device's bits."""
     mesh = config.mesh
+    if config.run.reduction == "tree":
+        return True
     return config.run.reduction == "ordered" and mesh.cp == mesh.ep == mesh.tp == 1
 
 

@@ -73,6 +73,16 @@ def test_pipeline_compares_bubbles_with_their_predictions(ranks, microbatches, r
     assert [row["bubble_closed_form"] for row in rows] == pytest.approx(closed)
 
 
+def test_reductions_compares_the_orders_of_sums():
+    flags = "--layers 1 --hidden 16 --heads 4 --seq-len 8 --global-batch 4 --tp 2 --repeat 2"
+    rows = bench(4, "reductions", *flags.split())
+    assert [(row["reduction"], row["ranks"], row["tp"]) for row in rows] == [
+        ("ring", 4, 2), ("ordered", 4, 2), ("tree", 4, 2),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["bytes"] > 0 and row["ratio"] == pytest.approx(row["seconds"] / rows[0]["seconds"])
+
+
 def test_context_compares_the_orders_with_their_fractions():
     rows = bench(4, *"context --seq-len 32 --heads 1 --repeat 2".split())
     assert [(row["order"], row["ranks"], row["published"]) for row in rows] == [

@@ -179,6 +179,25 @@ def test_ordered_sums_from_left_to_right_bit_for_bit(p):
     run_local(p, program)
 
 
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_tree_sums_are_those_of_recursive_doubling(p):
+    def program(comm):
+        for n in (1, p - 1, 257):
+            subtrees = [fractions(n, rank) for rank in range(p)]
+            while len(subtrees) > 1:
+                pairs = zip(subtrees[0::2], subtrees[1::2], strict=True)
+                subtrees = [left + right for left, right in pairs]
+            expected = subtrees[0]
+            for algorithm in ("tree", "recursive_doubling"):
+                x = comm.all_reduce(fractions(n, comm.rank), algorithm=algorithm)
+                assert x.tobytes() == expected.tobytes()
+            start, stop = chunk_bounds(n, p)[comm.rank]
+            part = comm.reduce_scatter(fractions(n, comm.rank), algorithm="tree")
+            assert part.tobytes() == expected[start:stop].tobytes()
+
+    run_local(p, program)
+
+
 @pytest.mark.parametrize("p", RANKS)
 def test_the_ring_has_the_bits_of_its_two_halves(p):
     def program(comm):

@@ -90,6 +90,7 @@ MUTANTS = [
         ("ordered: does not wait for what it sends", "    yield sends", "    yield ()"),
         ("halving: overwrites its input", "total = x.copy()", "total = x"),
         ("ordered: starts from its own part", "total = contributions[0]", "total = contributions[r]"),
+        ("tree: adds a neighbour twice", "rows[left], rows[left + distance]", "rows[left], rows[left + 1]"),
     ),
     *mistakes(
         "minipar/comm/mpi.py",

@@ -187,7 +187,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/traffic.py",
         "parallel/test_traffic.py",
-        ("traffic: recompute sends nothing again", "6 if layout.recompute else 4", "4"),
+        ("traffic: recompute sends nothing again", "2 if layout.recompute else 1", "1"),
         (
             "traffic: the norm's units without the two ends",
             "2 * (layout.model.n_layer + 2)",
@@ -317,5 +317,22 @@ MUTANTS = [
         "minipar/parallel/tensor/layers.py",
         "parallel/test_clear_errors.py",
         ("guards: split logits are taken for all", "border.group.size * weight", "weight"),
+    ),
+    *mistakes(
+        "minipar/parallel/tree.py",
+        "train/test_tree.py",
+        (
+            "tree: q, k and v are cut together",
+            "matrix.reshape(rows, groups, leaves, width)",
+            "matrix.reshape(rows, leaves, groups, width).swapaxes(1, 2)",
+        ),
+        ("tree: far leaves first", "terms[0::2] + terms[1::2]", "terms[: len(terms) // 2] + terms[len(terms) // 2 :]"),
+        ("tree: tp has more ranks than there are leaves", "model.vocab_size, length)", "length)"),
+    ),
+    *mistakes(
+        "minipar/parallel/exact_norm.py",
+        "train/test_tree.py",
+        ("exact norm: each rank of tp counts what all have", "tp.rank == 0 or", "tp.rank >= 0 or"),
+        ("exact norm: the lower halves are dropped", "totals[1] += low", "totals[1] += 0 * low"),
     ),
 ]

@@ -9,8 +9,8 @@ MUTANTS = [
         ("tensor: a row layer's bias counts t times", "y + self.bias", "y + self.bias * self.border.group.size"),
         (
             "tensor: another rank's tokens look up row 0",
-            "        y = y * is_own[..., None].astype(self.weight.dtype)\n",
-            "",
+            "return y * is_own[..., None].astype(self.weight.dtype)",
+            "return y",
         ),
         ("tensor: sequence parallelism gathers along the samples", "SEQUENCE = 1 ", "SEQUENCE = 0 "),
         (

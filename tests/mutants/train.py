@@ -68,7 +68,7 @@ MUTANTS = [
         ),
         (
             "trainer: the loss of one replica",
-            'self.mesh.dp_cp.all_reduce(np.array([loss]), algorithm="ordered")[0]',
+            "self.mesh.dp_cp.all_reduce(np.array([loss]), algorithm=order)[0]",
             "loss",
         ),
         (
@@ -237,5 +237,15 @@ MUTANTS = [
             'load_pretrained(config.model.init_from, deferred=True, **options | {"dropout": 0.0})',
         ),
         ("trainer: a resumed run starts without biases", "moe.bias[:] = bias", "pass"),
+    ),
+    *mistakes(
+        "minipar/train/leaves.py",
+        "train/test_tree.py",
+        (
+            "leaves: a head's gradients are those of other microbatches",
+            "self.add(weight, 2 * m + 1, gradient)",
+            "self.add(weight, 2 * (microbatches - m) - 1, gradient)",
+        ),
+        ("leaves: backward writes into what is kept", "copy = gradient.copy()", "copy = gradient"),
     ),
 ]

@@ -262,7 +262,7 @@ def test_ordered_sums_of_zero_optimizer_are_one_devices_bits():
 
 @pytest.mark.parametrize("algorithm", ["tree", "auto", "mpi", mp.AdamW])
 def test_zero_optimizer_refuses_sums_without_promised_bits(algorithm):
-    with pytest.raises(ValueError, match="expected ring or ordered"):
+    with pytest.raises(ValueError, match="expected ring, ordered or tree"):
         run_local(2, lambda comm: ZeroOptimizer(MLP().parameters(), SGD, comm, algorithm))
 
 

@@ -188,10 +188,13 @@ class VocabEmbedding(Module):
         rows = self.weight.shape[0]
         local = self.checked(tokens) - self.border.group.rank * rows
         is_own = (local >= 0) & (local < rows)
+        return self.border.leave(self.look_up(local, is_own))
+
+    def look_up(self, local: Array, is_own: Array) -> Tensor:
+        """Look up the rows of this rank's tokens, and zeros for the others: (B, T) -> (B, T, h)."""
         # Row 0 stands in for the rows of other ranks, and is multiplied by zero.
         y = embedding(self.weight, xp.where(is_own, local, 0))
-        y = y * is_own[..., None].astype(self.weight.dtype)
-        return self.border.leave(y)
+        return y * is_own[..., None].astype(self.weight.dtype)
 
 
 class PositionEmbedding(Module):

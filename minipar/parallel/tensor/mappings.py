@@ -30,16 +30,18 @@ from minipar.autograd import Tensor, mapping
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.parallel.placement import Shard
+from minipar.parallel.tree import column_sums
 
 # The algorithm of a gather, by that of the sums. A gather adds nothing, so each gives the same bits.
-GATHER = {"ring": "ring", "ordered": "pairwise"}
+GATHER = {"ring": "ring", "ordered": "pairwise", "tree": "pairwise"}
 
 
 class TensorGroup:
     """The ranks that share each layer: their communicator, and the algorithm of their sums.
 
     The algorithm `reduction` is "ring" or "ordered". Sums travel in `reduce_dtype`, by default in
-    float32 at least. Gathered activations travel in `dtype`, by default in their own.
+    float32 at least. Gathered activations travel in `dtype`, by default in their own. With K leaves
+    in all, `tree_leaves`, the algorithm is "tree", and each rank has K/t of them (tree.py).
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class TensorGroup:
         reduction: str = "ring",
         dtype: DTypeLike | None = None,
         reduce_dtype: DTypeLike | None = None,
+        tree_leaves: int = 0,
     ) -> None:
         self.comm = comm
         self.reduction = reduction
@@ -55,6 +58,8 @@ class TensorGroup:
         self.reduce_dtype = reduce_dtype
         self.rank = comm.rank
         self.size = comm.size  # the number of ranks
+        # This rank's leaves; 0 without trees.
+        self.leaves = tree_leaves // comm.size
 
     def shard(self, dim: int, size: int, groups: int = 1) -> Shard:
         """Return the placement of a parameter that is split along `dim`.
@@ -82,6 +87,12 @@ class TensorGroup:
             return total.astype(x.dtype, copy=False)
 
         return wait
+
+    def row_sums(self, x: Array) -> Array:
+        """Add up this rank's columns of each row: (N, V/t) -> (N,)."""
+        if self.leaves:
+            return column_sums(x, self.leaves)
+        return x.sum(axis=-1)
 
     def part(self, x: Array, dim: int) -> Array:
         """Return this rank's part of x along `dim`, as a view.

@@ -17,7 +17,7 @@ from minipar.backend import xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import check_divides
 from minipar.nn import llama
-from minipar.nn.layers import Dropout, MaskSlice
+from minipar.nn.layers import Dropout, Embedding, Linear, MaskSlice
 from minipar.nn.module import Module
 from minipar.nn.moe import MoE
 from minipar.nn.parameter import Owner, Parameter, Updating
@@ -25,7 +25,7 @@ from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConf
 from minipar.parallel import placement
 from minipar.parallel.guards import check_same_start, check_split, note_split
 from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of
-from minipar.parallel.tensor import layers, vocabulary
+from minipar.parallel.tensor import layers, tree_layers, vocabulary
 from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
 from minipar.parallel.tensor.mappings import TensorGroup
 
@@ -153,13 +153,14 @@ def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) ->
 
 def tensor_parallel(
     model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False,
-    reduce_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None, tree_leaves: int = 0,
 ) -> TensorParallel:  # fmt: skip
     """Split `model` over `comm` by the plan, in place.
 
     Parameters keep their names and become this rank's part of their values. UsageError if tp does
     not divide the heads, or if the ranks' models have different values; sends a checksum of each
-    parameter as control data. Sums travel in `reduce_dtype` (default: float32 at least).
+    parameter as control data. Sums travel in `reduce_dtype` (default: float32 at least). With
+    `tree_leaves`, and the reduction "tree", all numbers of ranks give the same bits (tree.py).
 
     A rank sends 8 B T h (t-1)/t elements per layer and microbatch: 2 all-reduces in forward and 2
     in backward or, with `sequence`, 2 all-gathers and 2 reduce-scatters in each. The embedding and
@@ -170,9 +171,11 @@ def tensor_parallel(
     placement.attach_placements(model)
     check_same_start(comm, model)
     note_split(model, "tensor_parallel", comm)
-    group = TensorGroup(comm, reduction, model.dtype, reduce_dtype)
+    group = TensorGroup(comm, reduction, model.dtype, reduce_dtype, tree_leaves)
     tensor = TensorParallel(group)
     for name, p in model.named_parameters():
+        if comm.size == 1:
+            break  # the layers are those of several ranks, but nothing is split
         own = tensor_placement(name, p.shape, comm.rank, comm.size, sequence)
         if isinstance(own, Shard):
             layers.shard_parameter(p, own)
@@ -194,7 +197,24 @@ def replace_layers(model: LanguageModel, border: Border) -> None:
         split = PLAN.get(name.split(".")[-1])
         if split is not None:
             own_border = border if split.crosses else inside
-            model.set_submodule(name, split.layer(layer, own_border))
+            if border.group.leaves:
+                model.set_submodule(name, tree_layer(split, layer, border))
+            else:
+                model.set_submodule(name, split.layer(layer, own_border))
+
+
+def tree_layer(split: Split, layer: Module, border: Border) -> Module:
+    """Make the parallel layer whose sums are trees."""
+    if split.layer is ColumnLinear:
+        assert isinstance(layer, Linear)
+        return tree_layers.TreeColumnLinear(layer, border, split.groups)
+    if split.layer is RowLinear:
+        assert isinstance(layer, Linear)
+        return tree_layers.TreeRowLinear(layer, border)
+    if split.layer is VocabEmbedding:
+        assert isinstance(layer, Embedding)
+        return tree_layers.TreeVocabEmbedding(layer, border)
+    return split.layer(layer, border)
 
 
 def fill_seams(model: LanguageModel, border: Border) -> None:
@@ -205,7 +225,7 @@ def fill_seams(model: LanguageModel, border: Border) -> None:
     loss = vocabulary.vocab_parallel_cross_entropy_sum
     model.criterion = partial(loss, group=group, vocab_size=size)
     for name, module in model.named_modules():
-        if isinstance(module, llama.Attention | llama.MLP | MoE):
+        if isinstance(module, llama.Attention | llama.MLP | MoE) and not group.leaves:
             module.enter = border.enter
         if isinstance(module, MoE):
             # The experts themselves do not leave. The results of a token's k experts are added up
@@ -220,3 +240,5 @@ def fill_seams(model: LanguageModel, border: Border) -> None:
             # are what context parallelism leaves to this rank, so this slice comes after its slice.
             part = partial(group.part, dim=0)
             module.mask_slices.append(MaskSlice(1, group.size, part))
+    if group.leaves:
+        tree_layers.use_trees(model, border)

@@ -54,7 +54,7 @@ class _VocabParallelCrossEntropy(CrossEntropyFunction):
         sums = xp.empty((2, targets.size), dtype=p.dtype)
         sums[1] = xp.where(one_hot, p[rows, targets], 0)
         xp.exp(p, out=p)
-        sums[0] = p.sum(axis=-1)
+        sums[0] = group.row_sums(p)
         group.comm.all_reduce(sums, algorithm=group.reduction)
         p /= sums[0][:, None]
         self.save_for_backward(probabilities=p, rows=rows, targets=targets, counted=counted, one_hot=one_hot)
