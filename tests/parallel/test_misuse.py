@@ -260,7 +260,7 @@ def test_ordered_sums_of_zero_optimizer_are_one_devices_bits():
     assert run_local(3, rank) == [bits(model.state_dict())] * 3
 
 
-@pytest.mark.parametrize("algorithm", ["tree", "auto", "mpi", mp.AdamW])
+@pytest.mark.parametrize("algorithm", ["star", "auto", "mpi", mp.AdamW])
 def test_zero_optimizer_refuses_sums_without_promised_bits(algorithm):
     with pytest.raises(ValueError, match="expected ring, ordered or tree"):
         run_local(2, lambda comm: ZeroOptimizer(MLP().parameters(), SGD, comm, algorithm))
