@@ -277,3 +277,13 @@ def check_algorithm(algorithm: Any) -> None:
     """Raise ValueError unless the bits of this algorithm's sums depend on the rank count and the chunks alone."""
     if algorithm not in ("ring", "ordered", "tree"):
         raise ValueError(f'algorithm "{algorithm}": expected ring, ordered or tree')
+
+
+def check_tree(reduction: str, leaves: int, ranks: int) -> None:
+    """Raise UsageError unless sums as trees have leaves, a power of two of them, with as many on each rank."""
+    if (reduction == "tree") != (leaves > 0):
+        remedy = 'give reduction="tree" and tree_leaves=leaf_count(model.config, length), or neither'
+        raise UsageError(f'reduction "{reduction}" with tree_leaves = {leaves}: {remedy}')
+    if leaves & (leaves - 1):
+        raise UsageError(f"tree_leaves = {leaves} is no power of two: a balanced tree needs one")
+    check_divides("tree_leaves/tp", leaves, ranks, "each rank has as many leaves")

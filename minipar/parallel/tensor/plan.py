@@ -23,7 +23,7 @@ from minipar.nn.moe import MoE
 from minipar.nn.parameter import Owner, Parameter, Updating
 from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
 from minipar.parallel import placement
-from minipar.parallel.guards import check_same_start, check_split, note_split
+from minipar.parallel.guards import check_same_start, check_split, check_tree, note_split
 from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of
 from minipar.parallel.tensor import layers, tree_layers, vocabulary
 from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
@@ -167,6 +167,7 @@ def tensor_parallel(
     the head add 2 B T h (t-1)/t each. The loss all-reduces B T and then 2 B T elements.
     """
     check_split(model, "tensor_parallel", comm)
+    check_tree(reduction, tree_leaves, comm.size)
     check_shape(model.config, comm.size)
     placement.attach_placements(model)
     check_same_start(comm, model)

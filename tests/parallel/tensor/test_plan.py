@@ -5,6 +5,7 @@ Why not the same bits as one device: a row layer's sum over its inputs is taken 
 it is added up in another order.
 """
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -291,3 +292,21 @@ def test_a_wrapper_of_split_layers_refuses_what_needs_tp():
                 call()
 
     run_local(2, rank)
+
+
+TREES = {
+    ("tree", 0): 'reduction "tree" with tree_leaves = 0: give reduction="tree" and tree_leaves=leaf_count',
+    ("ring", 4): 'reduction "ring" with tree_leaves = 4: give reduction="tree" and',
+    ("tree", 6): "tree_leaves = 6 is no power of two: a balanced tree needs one",
+    ("tree", 1): "tree_leaves/tp = 1/2 is not a whole number: each rank has as many leaves",
+}
+
+
+@pytest.mark.parametrize(("reduction", "leaves"), TREES)
+def test_trees_without_leaves_for_each_rank_are_refused(reduction, leaves):
+    def program(comm):
+        model = GPT(GPTConfig(16, 8, 16, 1, 4))
+        with pytest.raises(UsageError, match=f"^{re.escape(TREES[reduction, leaves])}"):
+            tensor_parallel(model, comm, reduction, tree_leaves=leaves)
+
+    run_local(2, program)
