@@ -532,6 +532,22 @@ say(f"c_proj over {t} ranks = one device that adds {t} blocks in rank order, bit
 # ranks' exact bits. So the difference is the order of additions and nothing else. `--verify` compares each step from
 # the same state: 16 roundings of a gradient's norm are allowed, $3.6\cdot10^{-15}$ in float64.
 #
+# An order that no number of ranks changes is a balanced **tree** over fixed leaves. Cut the terms into 8 leaves,
+# multiply each by itself, and add $((p_0+p_1)+(p_2+p_3))+\dots$. A rank with 4 leaves adds a whole subtree, the sum
+# over the ranks adds the subtrees, and 1, 2, 4 and 8 ranks have the same bits:
+
+# %%
+from minipar.parallel.tree import tree_sum
+
+leaves = np.stack([y_k @ D_k for y_k, D_k in zip(np.split(X @ A, 8, axis=1), np.split(D, 8), strict=True)])
+for ranks in (1, 2, 4, 8):
+    subtrees = np.stack([tree_sum(own) for own in np.split(leaves, ranks)])  # one for each rank
+    assert np.array_equal(tree_sum(subtrees), tree_sum(leaves))
+
+# %% [markdown]
+# `--reduction tree` does this with every sum of a training step
+# ([what it costs](../docs/combinations.md#the-same-bits-in-all-layouts)).
+#
 # ## 6.7 The bytes
 #
 # *Core, 4 minutes.*

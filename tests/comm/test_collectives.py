@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from minipar.comm import ALGORITHMS, chunk_bounds, messages, run_local, wire_bytes
-from minipar.comm.algorithms import fold, real_rank
+from minipar.comm.algorithms import real_rank, virtual_ranks
 from minipar.comm.traffic import sent
 from minipar.errors import CommunicationError, UsageError
 
@@ -270,10 +270,10 @@ def test_equal_chunks_reach_the_lower_bound_of_bytes():
 
 def test_a_fold_leaves_a_power_of_two_and_pairs_the_others():
     for p in range(1, 34):
-        q, extras, _ = fold(p, 0)
+        q, extras, _ = virtual_ranks(p, 0)
         assert q & (q - 1) == 0 and q <= p < 2 * q and extras == p - q
-        virtual = [fold(p, rank)[2] for rank in range(p)]
-        assert [fold(p, rank)[:2] for rank in range(p)] == [(q, extras)] * p
+        virtual = [virtual_ranks(p, rank)[2] for rank in range(p)]
+        assert [virtual_ranks(p, rank)[:2] for rank in range(p)] == [(q, extras)] * p
         resting = [rank for rank in range(p) if virtual[rank] < 0]
         assert resting == list(range(0, 2 * extras, 2)) and {virtual[rank] for rank in resting} <= {-1}
         assert [real_rank(each, extras) for each in range(q)] == [rank for rank in range(p) if rank not in resting]

@@ -237,8 +237,8 @@ def test_rows_are_sorted_by_expert_and_then_by_token():
     rows = rows_by_expert(MANY, 4)
     expected = [token for expert in range(4) for token, chosen in enumerate(MANY) for each in chosen if each == expert]
     assert rows.tokens.tolist() == expected and rows.counts.tolist() == [*np.bincount(MANY.reshape(-1)), 0]
-    assert (rows.tokens[rows.places] == np.arange(300)[:, None]).all() and (rows.is_kept == 1).all()
-    assert sorted(rows.places.reshape(-1)) == list(range(600))
+    assert (rows.tokens[rows.row_of] == np.arange(300)[:, None]).all() and (rows.is_kept == 1).all()
+    assert sorted(rows.row_of.reshape(-1)) == list(range(600))
 
 
 def test_a_capacity_takes_first_choices_in_the_order_of_tokens():

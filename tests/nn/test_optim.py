@@ -196,7 +196,7 @@ class Recorder:
     def __init__(self, parameter, events, sharded=False):
         self.parameter, self.events, self.sharded = parameter, events, sharded
 
-    def check(self, parameters):
+    def check_optimizer(self, parameters):
         assert self.parameter in parameters
 
     def before_step(self, optimizer, parameters):

@@ -17,7 +17,7 @@ CLASSES = {0: "DistributedDataParallel", 1: "ZeroStage1", 2: "ZeroStage2", 3: "F
 
 @pytest.mark.parametrize("stage", CLASSES)
 def test_shard_hands_every_argument_to_the_class_of_its_stage(stage, monkeypatch):
-    """Stages 1 to 3 have replicas of shards; stages 2 and 3 know the segments."""
+    """Stages 1 to 3 have replicas of shards; stage 3 knows which segments follow one another."""
     given = []
     monkeypatch.setattr(module, CLASSES[stage], lambda *words, **named: given.append((words, named)))
     model, comm = MLP(), serial()
@@ -28,9 +28,8 @@ def test_shard_hands_every_argument_to_the_class_of_its_stage(stage, monkeypatch
     expected = dict(named)
     if stage >= 1:
         expected["replicas"] = 7
-    if stage >= 2:
-        expected["segment_lists"] = [[]]
     if stage == 3:
+        expected["segment_lists"] = [[]]
         expected["prefetch"] = True
     assert given == [((model, comm, "ordered"), expected)]
 

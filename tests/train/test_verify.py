@@ -101,9 +101,8 @@ def verdict_of(change, flags="--dp 2 --dtype float64 --steps 2", when=1):
 
 
 def nudge(array):
-    """Change the first element by one unit in its last place."""
-    flat = array.reshape(-1)
-    flat[0] = np.nextafter(flat[0], 9)
+    """Change each element by one unit in its last place: the next update's rounding hides that of some elements."""
+    array[...] = np.nextafter(array, array.dtype.type(9))
 
 
 @pytest.mark.parametrize("when", [1, 2])
@@ -117,7 +116,8 @@ def test_one_ulp_of_the_state_fails_after_any_step(what, when):
         nudge(array)
 
     verdict = verdict_of(change, when=when)
-    assert not verdict.passed and f"{what} of wte.weight" in verdict.line, verdict.line
+    named = f"{what} of wte.weight" if when == 2 else "of wte.weight"  # the second update changes the parameter too
+    assert not verdict.passed and named in verdict.line, verdict.line
 
 
 @pytest.mark.parametrize(
