@@ -15,7 +15,6 @@ from minipar.parallel import grad_norm
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel, Unit
 from minipar.parallel.parallelize import DataParallel, shard
-from minipar.parallel.shards import Chunk
 from minipar.parallel.zero import ZeroStage1
 
 # ---- what a run holds and sends --------------------------------------------------------------------------------------
@@ -177,11 +176,15 @@ class NoGather(ZeroStage1):
 class OffByOne(ZeroStage1):
     """Mistake 3: the optimizer's chunk of the parameters begins one element too early."""
 
-    def make_chunk(self, bucket: Any, values: np.ndarray) -> Chunk:
-        chunk = super().make_chunk(bucket, values)
-        size = sum(shard.size for shard in chunk.shards)
-        first = max(bucket.own.start - 1, 0)
-        return Chunk(bucket, self.values[bucket][first : first + size], chunk.gradient)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for bucket, chunk in self.chunks.items():
+            first = max(bucket.own.start - 1, 0)
+            chunk.data = self.values[bucket][first : first + chunk.data.size]
+            start = 0
+            for part in chunk.shards:
+                part.data = chunk.data[start : start + part.size]
+                start += part.size
 
 
 class NeverFrees(FullyShardedDataParallel):
