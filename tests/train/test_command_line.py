@@ -144,7 +144,7 @@ BAD_INPUT = {
     "a model's name": (2, "--init-from gpt2", "gpt2 is not a directory with a config.json"),
     "a tensor missing": (2, "--init-from {tmp}/gpt2", "missing ln_f.bias"),
     "an unknown flag": (2, "--layer 3", "unrecognized arguments: --layer 3; did you mean --layers?"),
-    "an unknown choice": (2, "--reduction tree", "tree"),
+    "an unknown choice": (2, "--reduction star", "star"),
     "not a number": (2, "--steps many", "many"),
     "a negative rate": (2, "--lr -1", "lr"),
     "not a finite rate": (2, "--lr nan", "nan"),
