@@ -22,7 +22,7 @@ each product is computed leaf by leaf, as products of shapes that all layouts ha
                 layer's gradient of its input, the softmax of the vocabulary) they add up as a tree.
     tokens      K equal blocks of each sequence, of which sequence parallelism gives a rank some:
                 the gradients of norms and of row layers' biases
-    norm        none: the sum of the squares is computed without any rounding (exact_norm.py)
+    norm        none: no rounding of the sum of the squares depends on an order (exact_norm.py)
 
 Attention computes each head by itself anyhow, and all else works on rows or on single elements. So
 the layers of tensor parallelism, which ask this file for their products and sums, compute on one

@@ -73,7 +73,10 @@ class Trainer:
         check_model_state(config, mesh, self.model)
         refuse_export_of_biases(config, self.model)
         strategies, self.executor = apply_strategies(config, mesh, self.model)
-        self.leaves = LeafGradients(strategies) if config.run.reduction == "tree" else None
+        self.leaves: LeafGradients | None = None
+        if config.run.reduction == "tree":
+            exact_norm.check_size(self.size)
+            self.leaves = LeafGradients(strategies)
         self.ddp = strategies.ddp
         self.context = strategies.context
         self.pipeline = strategies.pipeline

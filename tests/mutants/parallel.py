@@ -185,6 +185,16 @@ MUTANTS = [
         ("shard: stage 3 keeps whole parameters", "    if stage == 2:\n", "    if stage in (2, 3):\n"),
     ),
     *mistakes(
+        "minipar/parallel/parallelize.py",
+        "parallel/test_parallelize.py",
+        (
+            "parallelize: trees leave a rank's tokens unsummed",
+            "if tensor is None else",
+            "if tensor is None or leaves else",
+        ),
+        ("parallelize: leaves of no tokens", 'if reduction == "tree" and length == 0:', "if False:"),
+    ),
+    *mistakes(
         "minipar/parallel/traffic.py",
         "parallel/test_traffic.py",
         ("traffic: recompute sends nothing again", "2 if layout.recompute else 1", "1"),
@@ -333,6 +343,7 @@ MUTANTS = [
         "minipar/parallel/exact_norm.py",
         "train/test_tree.py",
         ("exact norm: each rank of tp counts what all have", "tp.rank == 0 or", "tp.rank >= 0 or"),
+        ("exact norm: the sum of too many squares is wrong", "    if elements > most:", "    if False:"),
         ("exact norm: the lower halves are dropped", "totals[1] += low", "totals[1] += 0 * low"),
     ),
 ]
