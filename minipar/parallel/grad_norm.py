@@ -18,7 +18,8 @@ from minipar.nn.parameter import Parameter
 from minipar.parallel.hybrid import HybridComm
 from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, placement_of
 
-WHOLE, SPLIT = 0, 1  # parameters that every tp rank holds whole, and those of which it has a part
+WHOLE = 0  # the index of parameters that every tp rank holds whole
+SPLIT = 1  # the index of those of which it has a part
 
 
 def clip_grad_norm(

@@ -17,6 +17,7 @@ from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator, Result
 from minipar.comm.work import Work
 from minipar.memory import hold
+from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
 
 
@@ -152,3 +153,13 @@ def replicas_of_shards(
 ) -> list[tuple[Communicator, Sequence[Parameter]]]:
     """Return the ranks that hold the same shards, and these shards. Without replicas the list is empty."""
     return [(comm.across, shards)] if isinstance(comm, HybridComm) else []
+
+
+def set_gradient_dtype(model: Module, dtype: DTypeLike | None) -> DTypeLike:
+    """Let the model's gradients have `dtype`, by default float32 at least. Return it."""
+    if dtype is None:
+        dtype = xp.promote_types(model.parameters()[0].dtype, "float32")
+    for p in model.parameters():
+        for leaf in (p, *p.ties):
+            leaf.grad_dtype = dtype
+    return dtype

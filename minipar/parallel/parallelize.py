@@ -139,6 +139,8 @@ def shard(
     """
     check_wrapping(model, comm, algorithm)
     if groups is None:
+        # Stage 0 has the buckets of the other stages, and so their bits: the bounds of a ring's chunks
+        # decide the order of its sums. Made without `shard`, DistributedDataParallel fills them by size.
         groups = groups_over(comm, by_unit(model))
     if stage == 0:
         refuse_replicas(replicas)

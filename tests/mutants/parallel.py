@@ -8,7 +8,7 @@ MUTANTS = [
         "parallel/test_bucket_sizes.py parallel/test_ddp.py",
         (
             "groups: first_bucket_bytes is ignored",
-            "(bucket_bytes if len(groups) > 1 else first_bucket_bytes)",
+            "bucket_bytes if len(groups) > 1 else first_bucket_bytes",
             "bucket_bytes",
         ),
     ),
@@ -16,7 +16,7 @@ MUTANTS = [
         "minipar/parallel/buckets.py",
         "parallel/test_bucket_sizes.py parallel/test_ddp.py",
         ("buckets: an unused parameter sends what was there", "view[...] = 0", "pass"),
-        ("buckets: a bucket does not wait for the head", "for leaf in (p, *p.ties)}", "for leaf in (p,)}"),
+        ("buckets: a bucket does not wait for the head", "[(p, *p.ties) for p", "[(p,) for p"),
     ),
     *mistakes(
         "minipar/parallel/ddp.py",
@@ -137,7 +137,7 @@ MUTANTS = [
             "            pass\n        for groups in stretches:\n            ordered += groups\n",
         ),
         ("placement: a chunk ignores the parameter's offset", "max(position - self.offset, 0)", "max(position, 0)"),
-        ("placement: a shard never decays", "= whole.decays, whole.placement", "= self.decays, whole.placement"),
+        ("placement: a shard never decays", "self.decays = whole.decays", "pass"),
     ),
     *mistakes(
         "minipar/parallel/shards.py",
@@ -292,10 +292,10 @@ MUTANTS = [
         ("zero: a gradient that was sent is kept", "        bucket.drop_gradient()\n", ""),
         (
             "zero: backward writes into arrays that are not the bucket's",
-            "                segment.run = partial(self.run, segment.run, bucket)\n",
+            "                    segment.run = partial(self.run, bucket, segment.run)\n",
             "",
         ),
-        ("zero: a gradient is allocated at the head already", "                break\n", ""),
+        ("zero: a gradient is allocated at the head already", "                    break\n", ""),
     ),
     *mistakes(
         "minipar/parallel/zero_optimizer.py",

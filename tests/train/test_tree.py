@@ -274,8 +274,8 @@ def test_a_norm_of_too_many_squares_is_refused(monkeypatch, bits):
 PLANTED = {
     "leaves from left to right": (tree, "tree_sum", left_to_right),
     "microbatches from left to right": (tree.TreeSum, "add", add_in_arrival),
-    "a whole product for its columns": (tree, "side_by_side", lambda a, b, leaves, groups=1: a @ b),
-    "a whole product for its terms": (tree, "added_up", lambda a, b, leaves, groups=1: a @ b.T),
+    "a whole product for its columns": (tree, "multiply_by_leaves", lambda a, b, leaves, groups=1: a @ b),
+    "a whole product for its terms": (tree, "multiply_as_tree", lambda a, b, leaves, groups=1: a @ b.T),
     "tokens at once": (tree, "token_sums", sum_tokens_at_once),
     "zeros among an embedding's rows": (tree, "own_rows", zeros_among_rows),
     "squares as they come": (exact_norm, "exact_square_sum", whole_norm),
