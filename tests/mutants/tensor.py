@@ -309,6 +309,15 @@ MUTANTS = [
         ("pipeline module: counts its own replica's targets", 'dp.all_reduce(totals, algorithm="ordered")\n', "pass\n"),
     ),
     *mistakes(
+        "minipar/parallel/tensor/layers.py",
+        "parallel/pipeline/test_module.py",
+        (
+            "layers: the input's gradient is put off as a weight's",
+            "return PendingGradient(wait), dweight",
+            "from minipar.autograd import LazyGradient\n\n        return LazyGradient(lambda out: wait()), dweight",
+        ),
+    ),
+    *mistakes(
         "minipar/parallel/tensor/user_layers.py",
         "parallel/tensor/test_layers.py",
         ("layers: the bias of groups is one group", "group.shard(0, n_out, groups)", "group.shard(0, n_out)"),

@@ -9,7 +9,7 @@ MUTANTS = [
         ("trainer: --betas is ignored", "betas=flags.betas", "betas=(0.9, 0.999)"),
         ("trainer: --eps is ignored", "eps=flags.eps", "eps=1e-8"),
         ("trainer: --weight-decay is ignored", "weight_decay=flags.weight_decay", "weight_decay=0.01"),
-        ("trainer: --clip-grad is ignored", "(self.config.optimizer.clip_grad or None)", "(None)"),
+        ("trainer: --clip-grad is ignored", "(limit if limit != 0 else None)", "(None)"),
         ("trainer: --lr-schedule is ignored", "schedule=flags.lr_schedule", 'schedule="constant"'),
         ("trainer: --warmup-steps is ignored", "warmup_steps=flags.warmup_steps", "warmup_steps=0"),
         ("trainer: --order is ignored", "order=config.data.order", 'order="random"'),
