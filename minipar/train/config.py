@@ -192,6 +192,7 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
         config = with_shape(config, shape_of(config.model))  # fills kv_heads and ffn in
     except ValueError as error:
         raise UsageError(str(error)) from None
+    config = with_order(config)
     check_split(config)
     if config.run.reduction == "tree":
         config = with_leaves(config, dp)
@@ -223,6 +224,29 @@ def replicas_of(config: TrainConfig, world_size: int) -> int:
         why = "shards of experts have no replicas; give 1 replica or ep = 1"
         raise UsageError(f"zero-replicas {replicas} with ep {mesh.ep}: {why}")
     return dp
+
+
+def with_order(config: TrainConfig) -> TrainConfig:
+    """Return `config` with an order of tokens over cp that is even for documents, unless one was given.
+
+    UsageError if documents cannot be told apart.
+    """
+    mesh = config.mesh
+    separator = config.data.pack
+    if separator is None:
+        if mesh.cp_order == "documents":
+            raise UsageError("--cp-order documents cuts each document, and without --pack ID a sample is one")
+        return config
+    vocabulary = config.model.vocab_size
+    if separator >= vocabulary:
+        raise UsageError(f"--pack {separator} is not a token: ids are 0 to vocab-size - 1 = {vocabulary - 1}")
+    if mesh.context_parallel == "ulysses":
+        if mesh.cp_order == "documents":
+            raise UsageError("--cp-order documents is for a ring or an all-gather; with ulysses any order is even")
+        return config
+    if mesh.cp == 1 or "mesh.cp_order" in config.given:
+        return config
+    return with_values(config, {"mesh.cp_order": "documents"})
 
 
 def check_split(config: TrainConfig) -> None:

@@ -19,7 +19,7 @@ from minipar.train.settings import SIZES, RunConfig, TrainConfig, flags, with_va
 
 # What a resumed run cannot change: the model's shape, the order of the data, and AdamW's betas.
 MUST_AGREE = list(SIZES)
-MUST_AGREE += "--seq-len --dtype --global-batch --order --seed --betas".split()
+MUST_AGREE += "--seq-len --dtype --global-batch --order --pack --seed --betas".split()
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from
 # there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()

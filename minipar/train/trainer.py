@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from minipar.autograd import packed
 from minipar.backend import from_host, wait_for_device, xp
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import unseen
@@ -89,6 +90,7 @@ class Trainer:
         self.scaler = LossScaler(config.run, checkpoint)
 
         self.tokens_per_step = config.data.global_batch * config.model.seq_len
+        self.targets = self.tokens_per_step  # in a step; fewer where samples hold several documents
         self.samples_per_microbatch = samples_per_microbatch(config)
         # The gradients are summed over the replicas in the backward of this microbatch.
         self.last_microbatch: int | None = config.data.microbatches - 1
@@ -100,6 +102,7 @@ class Trainer:
             global_batch=config.data.global_batch,
             order=config.data.order,
             seed=config.run.seed,
+            separator=config.data.pack,
         )
         self.batches.part = self.context.part
         self.balance = RouterBalance(self.model, config.model, mesh, self.tokens_per_step)
@@ -149,11 +152,12 @@ class Trainer:
         All ranks call it.
         """
         start_step()
+        self.targets = max(1, self.batches.target_count(step))
         self.ddp.zero_grad()
         self.balance.start_step(self.scaler.scale)
         loss = self._forward_backward(step)
         self.scaler.unscale(self.ddp.parameters())
-        return loss / self.tokens_per_step
+        return loss / self.targets
 
     def _forward_backward(self, step: int) -> float:
         """Compute the global batch's gradient, times the loss scale; return its summed loss."""
@@ -189,16 +193,17 @@ class Trainer:
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
         """Add one microbatch's gradient; return its summed loss.
 
-        The gradient is multiplied by the loss scale / the tokens of the global batch, which all ranks
+        The gradient is multiplied by the loss scale / the targets of the global batch, which all ranks
         know: `ddp.loss` would ask them in each microbatch, and would divide by that microbatch's alone.
         """
         samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
         keys = DropoutKeys(self.config.run.seed, step, samples)  # the same masks in every layout
-        with phase(self.mesh.world, "forward"), dropping(keys):
+        documents = packed(self.batches.position_ids(step, samples))
+        with phase(self.mesh.world, "forward"), dropping(keys), documents:
             loss = self.model.loss_sum(from_host(inputs), from_host(targets))
         with phase(self.mesh.world, "backward"), self.ddp.scaled_backward():
-            loss.backward(xp.full_like(loss.data, self.scaler.scale / self.tokens_per_step))
+            loss.backward(xp.full_like(loss.data, self.scaler.scale / self.targets))
         return loss.item()
 
     def _pipeline_backward(self, step: int) -> float:
@@ -206,11 +211,13 @@ class Trainer:
         assert self.pipeline is not None and self.executor is not None
         batches = []
         keys = []
+        position_ids = []
         # All batches are read before the first action; between two actions, the other ranks would
         # wait for it.
         for m in range(self.config.data.microbatches):
             samples = self.samples(self.mesh.dp.rank, m)
             keys.append(DropoutKeys(self.config.run.seed, step, samples))
+            position_ids.append(self.batches.position_ids(step, samples))
             if self.mesh.pp.rank in (self.pipeline.first, self.pipeline.last):
                 batches.append(self.batches.batch(step, samples))
         return run_schedule(
@@ -219,7 +226,8 @@ class Trainer:
             self.ddp,
             batches=batches,
             keys=keys,
-            gradient=self.scaler.scale / self.tokens_per_step,
+            position_ids=position_ids,
+            gradient=self.scaler.scale / self.targets,
             last_microbatch=self.last_microbatch,
             leaves=self.leaves,
         )

@@ -70,7 +70,7 @@ MUTANTS = [
     *mistakes(
         "minipar/train/trainer.py",
         TESTS,
-        ("loss scale: not applied", "self.scaler.scale / self.tokens_per_step))", "1 / self.tokens_per_step))"),
+        ("loss scale: not applied", "self.scaler.scale / self.targets))", "1 / self.targets))"),
     ),
     *mistakes(
         "minipar/train/balance.py",

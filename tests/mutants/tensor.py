@@ -15,7 +15,7 @@ MUTANTS = [
         ("tensor: sequence parallelism gathers along the samples", "SEQUENCE = 1 ", "SEQUENCE = 0 "),
         (
             "tensor: a position is looked up for other tokens",
-            "self.border.group.part(index, 0)",
+            "self.border.group.part(index, index.ndim - 1)",
             "index[: len(index) // self.border.group.size]",
         ),
     ),
@@ -162,6 +162,20 @@ MUTANTS = [
             "return [(second_half, whole)]",
             "return [(second_half, first_half)]",
         ),
+    ),
+    *mistakes(
+        "minipar/parallel/token_order.py",
+        "parallel/test_documents.py",
+        ("documents: a rank sees others' earlier documents", "[starts[first], queries[first]]", "[0, queries[first]]"),
+        ("documents: chunks of a document see one another", "ends_before |= np.diff(queries) > 1", "pass"),
+        ("documents: what does not divide is dealt anew", "dealt[i] += rest", "pass"),
+        ("documents: the zag is missing", "np.minimum(places, 2 * ranks - 1 - places)", "places % ranks"),
+    ),
+    *mistakes(
+        "minipar/parallel/context.py",
+        "parallel/test_documents.py",
+        ("documents: the ring's backward has none", "with packed(ids):", "with packed(None):"),
+        ("documents: positions are those of other ranks", "from_host(context.part(ids))", "from_host(ids[:, :count])"),
     ),
     *mistakes(
         "minipar/parallel/context.py",

@@ -199,7 +199,8 @@ class VocabEmbedding(Module):
 class PositionEmbedding(Module):
     """An embedding whose weight is whole on every rank: (T,) -> (T, h) or (T/t, h).
 
-    With sequence parallelism a rank looks up the positions of its own tokens.
+    With sequence parallelism a rank looks up the positions of its own tokens. In samples of several
+    documents they are (B, T).
     """
 
     def __init__(self, layer: Embedding, border: Border) -> None:
@@ -208,5 +209,5 @@ class PositionEmbedding(Module):
 
     def forward(self, index: Array) -> Tensor:
         if self.border.sequence:
-            index = self.border.group.part(index, 0)
+            index = self.border.group.part(index, index.ndim - 1)
         return embedding(self.weight, index)
