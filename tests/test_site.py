@@ -34,7 +34,7 @@ def contents(conf):
     """The entries of the table of contents, some with wildcards."""
     blocks = re.findall(r"```\{toctree\}\n(.*?)```", conf.CONTENTS, re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith(":")]
+    return [line.removeprefix("/") for line in lines if line and not line.startswith(":")]
 
 
 def in_folder(name, pattern):

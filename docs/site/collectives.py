@@ -18,6 +18,7 @@ from minipar.comm import Communicator, chunk_bounds
 Run = dict[str, list]
 POWERS = (2, 4, 8)
 ALL = tuple(range(2, 9))
+NAMED = ("recursive_doubling", "recursive_halving")  # all-reduces for powers of two
 
 
 def own_values(comm: Communicator) -> np.ndarray:

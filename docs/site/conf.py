@@ -8,7 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # hooks.py and what it imports are beside this file
+# hooks.py and what it imports are beside this file; the runs that it records come from chapters/support.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 CONTENTS = """
 ```{toctree}
@@ -16,19 +17,20 @@ CONTENTS = """
 :caption: Chapters
 :glob:
 
-chapters/[0-9]*
+/chapters/[0-9]*
 ```
 
 ```{toctree}
 :hidden:
 :caption: To try
 
-docs/site/explorers
-docs/site/gallery
-chapters/exercises/README
-chapters/pytorch/README
-docs/examples/README
-docs/examples/mistakes
+/docs/site/explorers
+/docs/site/collectives
+/docs/site/gallery
+/chapters/exercises/README
+/chapters/pytorch/README
+/docs/examples/README
+/docs/examples/mistakes
 ```
 
 ```{toctree}
@@ -36,10 +38,10 @@ docs/examples/mistakes
 :caption: Reference
 :glob:
 
-README
-docs/*
-CONTRIBUTING
-SECURITY
+/README
+/docs/*
+/CONTRIBUTING
+/SECURITY
 ```
 """
 
@@ -94,6 +96,7 @@ mathjax3_config = {
 SCRIPTS = {
     "explorers": ("memory", "models", "schedules", "traffic", "layouts", "draw", "forms", "page", "board"),
     "start": ("schedules", "draw", "map"),
+    "player_page": ("schedules", "draw", "player"),
 }
 
 

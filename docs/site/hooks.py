@@ -2,16 +2,26 @@
 
 from pathlib import Path
 
+import collectives
+import differences
 import library
 import notebooks
 import slim
 from docutils import nodes
+
+SIDE_BY_SIDE = """
+<p>Side by side: <a href="differences.html">what changes from one strategy to the next</a>.</p>
+"""
 
 
 def read_source(app, docname, source):
     """Mend notebooks, and link what pages name."""
     if Path(app.env.doc2path(docname)).suffix == ".ipynb":
         source[0] = notebooks.notebook(source[0], int(Path(docname).name[:2]))
+    elif docname == "docs/museum":
+        source[0] = source[0].replace("| yes ", "| ✓ ").replace("`yes`", "✓")
+    elif docname == "docs/examples/README":
+        source[0] = source[0].replace("# Examples\n", f"# Examples\n{SIDE_BY_SIDE}", 1)
     elif docname.startswith("docs/"):
         source[0] = notebooks.with_links(source[0], "../" * docname.count("/") + "chapters/")
 
@@ -57,6 +67,8 @@ def add_library(app):
     files = {path.relative_to(notebooks.ROOT).as_posix() for path in (notebooks.ROOT / "minipar").rglob("*.py")}
     for file in sorted(files | getattr(app.env, "library_files", set())):
         yield library.page_name(file), {"title": file, "body": library.body(file)}, "page.html"
+    title = "From one strategy to the next"
+    yield "docs/examples/differences", {"title": title, "body": differences.page()}, "page.html"
     yield f"{library.FOLDER}/index", {"title": "The library's files", "body": library.report()}, "page.html"
 
 
@@ -75,10 +87,11 @@ def describe_page(app, pagename, templatename, context, doctree):
 
 
 def finish(app, exception):
-    """Remove what no page needs."""
+    """Record the runs of collectives, and remove what no page needs."""
     if exception is not None:
         return
     out = Path(app.outdir)
+    (out / "_static" / "runs.js").write_text(collectives.script(), encoding="utf-8")
     slim.slim_theme(out, slim.slim_pages(out))
     slim.search_the_article(out)
     slim.slim_pictures(out)

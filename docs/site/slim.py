@@ -10,7 +10,7 @@ from PIL import Image
 
 ICONS = re.compile(r'\s*<script defer src="[^"]*fontawesome\.js[^"]*"></script>')
 SEARCH = re.compile(r'\s*<script src="[^"]*(?:searchtools|language_data|searchindex)\.js[^"]*"></script>')
-ICON_RULE = re.compile(r"\.fa-([a-z0-9-]+)\{--fa:[^}]*\}")
+ICON_RULE = re.compile(r"((?:\.fa-[a-z0-9-]+,)*\.fa-[a-z0-9-]+)\{--fa:[^}]*\}")
 LARGE = 20_000  # bytes
 COLOURS = 160
 
@@ -48,8 +48,8 @@ def slim_theme(out: Path, icons: set[str]) -> None:
     sheet = static / "styles" / "pydata-sphinx-theme.css"
     text = sheet.read_text(encoding="utf-8")
     script = (static / "scripts" / "pydata-sphinx-theme.js").read_text(encoding="utf-8")
-    kept = icons | set(re.findall(r"\bfa-([a-z-]+)", script))
-    text, count = ICON_RULE.subn(lambda rule: rule[0] if rule[1] in kept else "", text)
+    kept = {f".fa-{name}" for name in icons | set(re.findall(r"\bfa-([a-z-]+)", script))}
+    text, count = ICON_RULE.subn(lambda rule: rule[0] if kept & set(rule[1].split(",")) else "", text)
     if not count:
         raise ValueError(f"{sheet}: found no icons; has the theme changed?")
     sheet.write_text(text, encoding="utf-8")

@@ -5,7 +5,7 @@ import { actionText, halvesOf } from "./schedules.js";
 export const COLOURS = {
   F: "#0072B2", B: "#E69F00", I: "#CC79A7", W: "#9FDBCA",
   parameters: "#0072B2", gradients: "#E69F00", optimizer: "#009E73", activations: "#F0E442", buffers: "#3A3A3A",
-  tp: "#0072B2", dp: "#E69F00", pp: "#533144", cp: "#001c15", ep: "#ede141",
+  tp: "#d187b0", dp: "#882255", pp: "#bc5300", cp: "#001c15", ep: "#ede141",
 };
 const INK = "#222222";
 const LINES = Array.from({ length: 6 }, (_, k) => `var(--line-${k})`); // explorers.css: light and dark
