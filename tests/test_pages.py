@@ -51,6 +51,8 @@ def test_papers_chapters_sections_and_exercises_are_links():
     assert "[chapter 5](05_zero.ipynb)" in linked and "`chapter 5`" in linked and "## 3.2 chapter 5" in linked
     assert "[exercise 8](exercises/e08_column_row_layers.py)" in linked
     assert notebooks.with_links("section 5.1", "", own=3) == f"[section 5.1](05_zero.ipynb#{notebooks.sections(5)[1]})"
+    kept = '<a href="x.html">Read\nchapter 0</a> [chapter 5](x.md)'
+    assert notebooks.with_links(kept, "", own=3) == kept
     assert notebooks.with_links("chapter 3, chapter 99", "", own=3) == "chapter 3, chapter 99"
 
 

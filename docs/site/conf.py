@@ -1,7 +1,7 @@
 """The site's Sphinx configuration. The source directory is the repository, the site is in out/site.
 
-Nothing is executed: the notebooks are committed with their outputs. Nothing is loaded from another host: MathJax is
-copied from its npm package, and the theme brings its fonts.
+No chapter is executed: the notebooks are committed with their outputs. The messages of collectives are recorded anew.
+Nothing is loaded from another host: MathJax is copied from its npm package, and the theme brings its fonts.
 """
 
 import re

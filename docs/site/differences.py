@@ -56,8 +56,8 @@ def coloured(line: str) -> str:
 
 def cell(kind: str, mark: str, text: str) -> str:
     """Return one line of one program as a cell."""
-    look = kind if text else "nothing"
-    return f'<td class="{look}"><span class="mark">{mark}</span><code>{coloured(text)}</code></td>'
+    look = kind if text or kind == "equal" else "nothing"
+    return f'<td class="{look}"><span class="sign">{mark}</span><code>{coloured(text)}</code></td>'
 
 
 def difference(first: str, second: str) -> str:

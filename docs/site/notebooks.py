@@ -18,7 +18,7 @@ from pygments.lexers import PythonLexer
 ROOT = Path(__file__).parents[2]
 PREFIX = re.compile(r"\[(?:stdout|output):\d+\] ?\n?")
 LISTING = re.compile(r"# ([\w.]+)\n")
-PLAIN_PARTS = re.compile(r"(```.*?```|`[^`]*`|\$[^$]*\$|\[[^\]]*\]\([^)]*\)|<[^>]*>)", re.DOTALL)
+PLAIN_PARTS = re.compile(r"(```.*?```|`[^`]*`|\$[^$]*\$|\[[^\]]*\]\([^)]*\)|<a\b.*?</a>|<[^>]*>)", re.DOTALL)
 PAPER = re.compile(r"\barXiv\s(\d{4}\.\d{5})")
 CHAPTER = re.compile(r"\b([Cc]hapter) (\d{1,2})\b(?!\.\d)")
 SECTION = re.compile(r"\b([Ss]ection) (\d{1,2})\.(\d{1,2})\b")

@@ -143,14 +143,13 @@ function drawMap(name, columns) {
 }
 
 function openMap(root) {
-  const narrow = root.clientWidth < 560;
   const buttons = element("div", { class: "map-buttons", role: "group", "aria-label": "strategies" });
   const picture = element("div");
   const words = element("div", { class: "map-words", "aria-live": "polite" });
   let chosen = "dp";
   const show = (name) => {
     const { title, cuts, sends, chapter } = STRATEGIES[name];
-    picture.replaceChildren(drawMap(name, narrow ? 2 : 4));
+    picture.replaceChildren(drawMap(name, root.clientWidth < 560 ? 2 : 4));
     const link = element("a", { href: `../../chapters/${chapter}.html` }, "its chapter");
     words.replaceChildren(element("p", {}, element("strong", {}, title), ". It cuts ", cuts, ". It sends ", sends, ". ",
       "Read ", link, "."));
@@ -166,6 +165,7 @@ function openMap(root) {
     buttons.append(button);
   }
   buttons.addEventListener("mouseleave", () => show(chosen));
+  window.addEventListener("resize", () => show(chosen));
   root.replaceChildren(buttons, picture, words);
   show(chosen);
 }

@@ -48,8 +48,9 @@ function rankBox(rank, ranks, slots, slotName) {
   const rows = Math.ceil(ranks / columns);
   const [left, top] = [x - (columns * CELL.width) / 2, y - (rows * CELL.height) / 2];
   const group = element("svg:g", {});
-  group.append(element("svg:rect", { x: left - 4, y: top - 18, width: columns * CELL.width + 8,
-    height: rows * CELL.height + 22, rx: 4, class: "device" }));
+  const width = Math.max(columns * CELL.width + 8, 66); // the rank's name has room
+  group.append(element("svg:rect", { x: left - 4, y: top - 18, width, height: rows * CELL.height + 22, rx: 4,
+    class: "device" }));
   group.append(element("svg:rect", { x: left - 1, y: top - 14, width: 9, height: 9, fill: TINTS[rank],
     stroke: "currentColor", "stroke-width": 0.7 }));
   const place = { x: left + 12, y: top - 5, "font-size": 12, fill: "currentColor" };
