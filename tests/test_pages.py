@@ -56,6 +56,14 @@ def test_papers_chapters_sections_and_exercises_are_links():
     assert notebooks.with_links("chapter 3, chapter 99", "", own=3) == "chapter 3, chapter 99"
 
 
+def test_the_table_of_exercises_has_links():
+    table = (notebooks.ROOT / "chapters" / "exercises" / "README.md").read_text(encoding="utf-8")
+    linked = notebooks.exercise_table(table)
+    for name in notebooks.exercises().values():
+        assert linked.count(f"]({name})") == 1
+    assert "| [e10](e10_one_f_one_b.py) one f one b | [7](../07_pipeline.ipynb) | 1F1B as lists |" in linked
+
+
 def test_listings_lead_to_the_object_in_its_file():
     shown = library.shown_in_chapters()
     assert len(shown) > 20

@@ -18,6 +18,8 @@ def read_source(app, docname, source):
     """Mend notebooks, and link what pages name."""
     if Path(app.env.doc2path(docname)).suffix == ".ipynb":
         source[0] = notebooks.notebook(source[0], int(Path(docname).name[:2]))
+    elif docname == "chapters/exercises/README":
+        source[0] = notebooks.exercise_table(source[0])
     elif docname == "docs/museum":
         source[0] = source[0].replace("| yes ", "| ✓ ").replace("`yes`", "✓")
     elif docname == "docs/examples/README":

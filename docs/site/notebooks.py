@@ -105,6 +105,17 @@ def _outside_links(pattern: re.Pattern[str], replace, text: str) -> str:
     return "".join(piece if place % 2 else pattern.sub(replace, piece) for place, piece in enumerate(pieces))
 
 
+def exercise_table(text: str) -> str:
+    """Make each exercise's name in a table a link to its file, and its chapter's number one to its chapter."""
+
+    def row(match: re.Match[str]) -> str:
+        words = match[2].replace("_", " ")
+        chapter = chapters()[int(match[3])]
+        return f"| [{match[1]}]({match[1]}_{match[2]}.py) {words} | [{match[3]}](../{chapter}) |"
+
+    return re.sub(r"^\| (e\d\d)_(\w+) \| (\d+) \|", row, text, flags=re.MULTILINE)
+
+
 # ---- outputs ---------------------------------------------------------------------------------------------------------
 
 
