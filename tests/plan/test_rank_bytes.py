@@ -128,7 +128,7 @@ def test_buffers_hold_logits_gradients_and_gathered_units(framework, sequence_pa
     sliced = hidden / (8 if sequence_parallel else 1)
     moving = 2 * sliced + (3 if framework is MEGATRON else 2) * 2 * 2048 * GPT3.vocab_size / 8
     moving += 0 if framework is MEGATRON else 2 * sliced + hidden
-    one, whole = layer_state(GPT3, 8), layer_activations(GPT3, layout(**given), 2048, framework.kept)
+    one, whole = layer_state(GPT3, 8, 1), layer_activations(GPT3, layout(**given), 2048, framework.kept)
     for zero, units in ((0, 0), (1, 0), (2, 2), (3, 4)):
         assert memory(GPT3, layout(zero=zero, **given), 2048, framework).buffers == moving + units * 2 * one
         full = memory(GPT3, layout(zero=zero, recompute="full", **given), 2048, framework).buffers
