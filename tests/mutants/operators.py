@@ -11,6 +11,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 COMPARE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 COMPARE |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
@@ -240,9 +241,17 @@ def is_taste(file: str, text: str) -> bool:
 def is_other_code(change: Change, source: str) -> bool:
     """Say whether the file with the mistake is Python, and other Python than before."""
     try:
-        return ast.dump(ast.parse(change.apply(source))) != ast.dump(ast.parse(source))
+        return structure(change.apply(source)) != structure_of_code(source)
     except SyntaxError:
         return False
+
+
+def structure(source: str) -> str:
+    """Return the syntax tree of a source as text, without places."""
+    return ast.dump(ast.parse(source))
+
+
+structure_of_code = cache(structure)  # of a whole file, into which many mistakes are put
 
 
 # ---- where operators may change the code -----------------------------------------------------------------------------
