@@ -371,7 +371,7 @@ def test_under_mpirun_every_rank_refuses_in_one_line(saved, tmp_path):
         assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1, (path, result)
 
 
-@pytest.mark.parametrize("value", [2 * int(sys.float_info.max), INFINITE, NAN])
+@pytest.mark.parametrize("value", [2 * int(sys.float_info.max), INFINITE, NAN], ids=["whole", "inf", "nan"])
 def test_a_number_is_at_most_the_largest_float(value):
     """Whole or not: json reads whole numbers of any length."""
     for right in (sys.float_info.max, int(sys.float_info.max), -sys.float_info.max):
