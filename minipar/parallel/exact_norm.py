@@ -13,7 +13,7 @@ from minipar.comm.communicator import Communicator
 from minipar.nn import optim
 from minipar.nn.parameter import Parameter
 from minipar.parallel.hybrid import GradientComm, HybridComm
-from minipar.parallel.placement import ParameterShard, Shard, placement_of
+from minipar.parallel.placement import ParameterShard, is_first_holder, placement_of
 
 BITS = 32  # an integer of a square has as many
 
@@ -33,8 +33,8 @@ def clip_grad_norm(
         axes.append(ranks)
     gradients: list[Array] = []
     for p in parameters:
-        # One rank of tp counts what all of them hold whole.
-        if tp.rank == 0 or isinstance(placement_of(p).tp, Shard):
+        # One rank of tp counts what several of them hold.
+        if is_first_holder(placement_of(p).tp):
             gradients.append(p.grad)
     total = exact_square_sum(gradients, axes)
     return optim.clip_grad_norm(parameters, max_norm, norm=math.sqrt(total))

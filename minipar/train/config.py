@@ -233,7 +233,8 @@ def check_split(config: TrainConfig) -> None:
         token_order.check_length(length, mesh.cp, mesh.cp_order)
     check_shape(shape, mesh.tp, length // mesh.cp if mesh.sequence_parallel else None)
     if mesh.context_parallel == "ulysses":
-        ulysses.check_heads(config.model.heads // mesh.tp, shape.n_kv_head // mesh.tp, mesh.cp)
+        kv_heads = max(1, shape.n_kv_head // mesh.tp)
+        ulysses.check_heads(config.model.heads // mesh.tp, kv_heads, mesh.cp)
 
 
 # ---- sums as trees ---------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def joined(comm, parameter, array) -> np.ndarray:
     if not isinstance(shard, Shard):
         return array
     parts = comm.all_gather(np.ascontiguousarray(array), algorithm="pairwise")
-    return shard.join(list(parts.reshape(comm.size, *array.shape)))
+    return shard.join(list(parts.reshape(comm.size, *array.shape))[:: shard.copies])
 
 
 class Proxy:

@@ -162,7 +162,11 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/state.py",
         "parallel/test_state.py",
-        ("state: every tp rank owns what all hold", "if placement.tp.rank > 0 and", "if placement.tp.rank > 99 and"),
+        (
+            "state: every tp rank owns what all hold",
+            "if not is_first_holder(placement.tp):",
+            "if not is_first_holder(placement.tp) and False:",
+        ),
         ("state: every replica of a shard owns it", "placement.dp.replica > 0:", "placement.dp.replica > 99:"),
         (
             "state: a shard is read at its place in the whole",
@@ -332,7 +336,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/exact_norm.py",
         "train/test_tree.py",
-        ("exact norm: each rank of tp counts what all have", "tp.rank == 0 or", "tp.rank >= 0 or"),
+        ("exact norm: each rank of tp counts what all have", "if is_first_holder(placement_of(p).tp):", "if True:"),
         ("exact norm: the lower halves are dropped", "totals[1] += low", "totals[1] += 0 * low"),
     ),
 ]

@@ -116,8 +116,8 @@ MUTANTS = [
             "problem = self.twin.problem(result.step)",
             "self.twin.problem(result.step)",
         ),
-        ("verify: ranks may hold different parameters", "return len(set(comm.all_", "return True or len(set(comm.all_"),
-        ("verify: tensor ranks may hold other copies", "same.append(same_over(trainer.mesh.tp, whole))", "pass"),
+        ("verify: ranks may hold different parameters", "return len(set(digests[", "return True or len(set(digests["),
+        ("verify: tensor ranks may hold other copies", "same.append(same_over(tp, ranks, held))", "pass"),
         (
             "verify: the float32 ranks stay at the first step",
             "                self.twin.take_parameters(self.trainer, state)",

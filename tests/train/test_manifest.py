@@ -250,6 +250,17 @@ def test_other_models_and_dtypes_are_checked_too(case, saved):
     assert message in refusal(saved[model], change)
 
 
+def test_a_file_holds_all_of_its_elements(saved):
+    """Three arrays: the parameters and two moments."""
+
+    def change(manifest):
+        file = manifest["files"][0]
+        elements = sum(piece["stop"] - piece["start"] for piece in file["pieces"])
+        file["bytes"] = 3 * elements * np.dtype(manifest["dtype"]).itemsize - 1
+
+    assert "files[0].bytes is " in refusal(saved["gpt2"], change)
+
+
 def repeat(path, times):
     def change(manifest):
         parent, key = at(manifest, path)
