@@ -186,13 +186,15 @@ site-check: out/browser/version-$(PLAYWRIGHT)
 	@[ -n "$(CHROMIUM)" ] || { echo "minipar: found no Chromium; name one: make site-check CHROMIUM=/path/to/chrome" >&2; exit 1; }
 	node docs/site/check.mjs out/site out/browser "$(CHROMIUM)" $(SCREENSHOTS)
 
-# Of MathJax's 20 MB what the site loads: the component that reads TeX, its extensions, and its fonts.
+# Of MathJax's 20 MB what the site loads: the components that read and write formulas, and the fonts.
 out/mathjax/version-$(MATHJAX):
 	@$(NEEDS_NPM)
 	@rm -rf out/mathjax && mkdir -p out/mathjax
 	@npm pack --silent --pack-destination out/mathjax mathjax@$(MATHJAX) > /dev/null
 	@tar -xzf out/mathjax/mathjax-$(MATHJAX).tgz -C out/mathjax --strip-components 1 package/LICENSE \
-	    package/es5/tex-mml-chtml.js package/es5/input/tex/extensions package/es5/output/chtml/fonts
+	    package/es5/startup.js package/es5/core.js package/es5/loader.js package/es5/input/tex-base.js \
+	    package/es5/input/tex/extensions package/es5/output/chtml.js package/es5/output/chtml/fonts \
+	    package/es5/a11y/assistive-mml.js
 	@mv out/mathjax/LICENSE out/mathjax/es5/ && rm out/mathjax/*.tgz && touch $@
 
 out/browser/version-$(PLAYWRIGHT):

@@ -863,8 +863,8 @@ if rank == 0:
 # In forward no computation can hide the sums: the LayerNorm that comes next needs the whole sum. In backward, at a
 # column layer, everything further down waits for the summed gradient of the input. But the gradient of the *weight*,
 # $X^\top \mathrm{d}Y_r$, needs nothing from others. So: start the all-reduce, compute the weight's gradient, then wait.
-# On plain arrays these are three lines. In the library a `LazyGradient` stands for each result, and autograd computes
-# the weight's gradient before it waits for the input's.
+# On plain arrays these are three lines. In the library a `LazyGradient` stands for the weight's gradient and a
+# `PendingGradient` for the input's, and autograd computes the first before it waits for the second.
 
 # %%
 work = comm.all_reduce(dy * slope @ A_r.T, algorithm="ring", async_op=True)

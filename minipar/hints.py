@@ -47,6 +47,7 @@ ELSEWHERE = {
     "--batch": "batchsize globalbatchsize trainbatchsize perdevicetrainbatchsize microbatchsize "
     "trainmicrobatchsizepergpu",
     "--data": "datapath dataset trainfile",
+    "--pack": "resetpositionids resetattentionmask eodmaskloss packing samplepacking",
     # the optimizer
     "--lr": "learningrate",
     "--steps": "trainiters maxiters iterations numiterations maxsteps epochs numtrainepochs",

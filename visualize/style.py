@@ -92,6 +92,16 @@ def ink_on(colour: str) -> str:
     return "white" if lightness(colour) < 55 else INK
 
 
+# The mesh axes, with lightnesses that differ in grey. None is the colour of a kind of memory.
+AXIS_COLOURS = {
+    "tp": at_lightness(PURPLE, 65),
+    "cp": at_lightness(GREEN, 8),
+    "ep": at_lightness(YELLOW, 88),
+    "dp": WINE,
+    "pp": at_lightness(VERMILION, 48),
+}
+
+
 class Picture(Figure):
     """A Figure without pyplot's global state, which shows itself in a notebook, on an MPI engine too."""
 

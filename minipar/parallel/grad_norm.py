@@ -15,16 +15,17 @@ from minipar.nn import optim
 from minipar.nn.optim import squared_norm
 from minipar.nn.optim_guards import check_max_norm
 from minipar.nn.parameter import Parameter
-from minipar.parallel.hybrid import GradientComm
+from minipar.parallel.hybrid import HybridComm
 from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, is_first_holder, placement_of
 
-WHOLE, SPLIT = 0, 1  # parameters that every tp rank holds whole, and those of which it has a part
+WHOLE = 0  # the index of parameters that every tp rank holds whole
+SPLIT = 1  # the index of those of which it has a part
 
 
 def clip_grad_norm(
     parameters: Sequence[Parameter],
     max_norm: float | None,
-    dp: GradientComm,
+    dp: Communicator | HybridComm,
     tp: Communicator | None = None,
     pp: Communicator | None = None,
     chunks: int | None = None,

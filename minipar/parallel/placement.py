@@ -268,7 +268,9 @@ class ParameterShard(Parameter):
 
     def __init__(self, whole: Parameter, data: Array, elements: range) -> None:
         super().__init__(data)
-        self.decays, self.placement, self.elements = whole.decays, whole.placement, elements
+        self.decays = whole.decays
+        self.placement = whole.placement
+        self.elements = elements
 
     def __repr__(self) -> str:
         elements = f"{self.elements.start}:{self.elements.stop}"

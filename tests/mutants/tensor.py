@@ -15,7 +15,7 @@ MUTANTS = [
         ("tensor: sequence parallelism gathers along the samples", "SEQUENCE = 1 ", "SEQUENCE = 0 "),
         (
             "tensor: a position is looked up for other tokens",
-            "self.border.group.part(index, 0)",
+            "self.border.group.part(index, index.ndim - 1)",
             "index[: len(index) // self.border.group.size]",
         ),
     ),
@@ -164,6 +164,20 @@ MUTANTS = [
         ),
     ),
     *mistakes(
+        "minipar/parallel/token_order.py",
+        "parallel/test_documents.py",
+        ("documents: a rank sees others' earlier documents", "[starts[first], queries[first]]", "[0, queries[first]]"),
+        ("documents: chunks of a document see one another", "ends_before |= np.diff(queries) > 1", "pass"),
+        ("documents: what does not divide is dealt anew", "dealt[i] += rest", "pass"),
+        ("documents: the zag is missing", "np.minimum(places, 2 * ranks - 1 - places)", "places % ranks"),
+    ),
+    *mistakes(
+        "minipar/parallel/context.py",
+        "parallel/test_documents.py",
+        ("documents: the ring's backward has none", "with packed(ids):", "with packed(None):"),
+        ("documents: positions are those of other ranks", "from_host(context.part(ids))", "from_host(ids[:, :count])"),
+    ),
+    *mistakes(
         "minipar/parallel/context.py",
         "parallel/test_context.py",
         (
@@ -307,6 +321,15 @@ MUTANTS = [
         "parallel/pipeline/test_module.py",
         ("pipeline module: plain optimizers are accepted", "p.owners.append(self)", "pass"),
         ("pipeline module: counts its own replica's targets", 'dp.all_reduce(totals, algorithm="ordered")\n', "pass\n"),
+    ),
+    *mistakes(
+        "minipar/parallel/tensor/layers.py",
+        "parallel/pipeline/test_module.py",
+        (
+            "layers: the input's gradient is put off as a weight's",
+            "return PendingGradient(wait), dweight",
+            "from minipar.autograd import LazyGradient\n\n        return LazyGradient(lambda out: wait()), dweight",
+        ),
     ),
     *mistakes(
         "minipar/parallel/tensor/user_layers.py",
