@@ -6,7 +6,7 @@
 #   make lab     LAB="--no-browser --port 9000"    options of JupyterLab
 #   make fuzz    SEED=7 CASES=10000            the inputs of an earlier run, or fewer
 #   make mutants MUTANTS="trainer: --"         the mutants whose names this regular expression finds, and none at random
-#   make mutants SEED=7 RANDOM=300             300 mutants drawn at random with this seed, and none of the list
+#   make mutants SEED="7 8" RANDOM=300         300 mutants drawn at random with each seed, and none of the list
 #   make site-check CHROMIUM=/path/to/chrome   another browser; SCREENSHOTS=out/screenshots keeps a picture of each page
 
 # python3 where it is new enough, else the newest of the versioned names that runs.

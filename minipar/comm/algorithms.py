@@ -13,7 +13,7 @@ float16 loses.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import chain, pairwise
 
 import numpy as np
@@ -24,7 +24,7 @@ Bounds = Sequence[tuple[int, int]]
 Combine = Callable[..., object]  # np.add or np.maximum, called as combine(a, b, out=c)
 
 
-@lru_cache(maxsize=4096)
+@cache
 def chunk_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
     """Return (start, stop) of each rank's chunk of n elements, as np.array_split cuts: the first n % p are longer."""
     size, longer = divmod(n, p)
@@ -42,7 +42,7 @@ def chunks(x: np.ndarray, p: int, bounds: Bounds | None = None) -> list[np.ndarr
     return [x[start:stop] for start, stop in bounds or chunk_bounds(x.size, p)]
 
 
-@lru_cache(maxsize=1024)
+@cache
 def virtual_ranks(p: int, rank: int) -> tuple[int, int, int]:
     """Return what `rank` is in an algorithm that needs a power of two: (q, extras, virtual).
 
@@ -63,7 +63,7 @@ def real_rank(virtual: int, extras: int) -> int:
     return 2 * virtual + 1 if virtual < extras else virtual + extras
 
 
-@lru_cache(maxsize=4096)
+@cache
 def virtual_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
     """Return (start, stop) for each virtual rank: its rank's chunk, joined with that of a rank folded into it."""
     bounds = chunk_bounds(n, p)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 from minipar.plan.cluster import (
     Assumptions,
@@ -158,7 +158,7 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
     return _unit_times(model, replace(layout, virtual_stages=1, schedule=schedule), cluster, length)
 
 
-@lru_cache(maxsize=4096)
+@cache
 def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
     experts = rank_experts(model, layout)
     parameters = (rank_parameters(model, layout) - experts) / (layout.shards if layout.zero else 1)  # updated here

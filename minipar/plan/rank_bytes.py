@@ -32,7 +32,7 @@ def layer_experts(model: ModelShape, tp: int, ep: int) -> int:
     return (model.experts or 0) // ep * -(-model.expert_parameters // tp)
 
 
-def layer_state(model: ModelShape, tp: int, ep: int = 1) -> int:
+def layer_state(model: ModelShape, tp: int, ep: int) -> int:
     """Return the parameters of one layer on a rank: matrices and biases of column-parallel layers are divided by tp.
 
     With fewer heads of keys than ranks, each rank has a copy of one.
