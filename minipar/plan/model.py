@@ -182,6 +182,24 @@ class ModelShape:
             raise UsageError(f"recompute {recompute}: expected one of {', '.join(RECOMPUTE)}")
         return self.model_flops(length) + self.layers * again[recompute]
 
+    def counted_flops(self, length: int, recompute: str = "none") -> dict[str, int]:
+        """Return the operations of a sequence as reports of utilization count them, by the name of the convention.
+
+        6N                two operations per parameter and token forward, four backward; embeddings count, too
+        6N + attention    and attention's core for all pairs of tokens: 12 l h s for each token
+        causal attention  and attention's core for half of the pairs, those that are visible
+        with recompute    6N + attention, and what is computed again: the core, or a third of all (hardware FLOPs)
+        """
+        parameters, core = 6 * length * self.active_parameters, self.layers * self.attention_core_flops(length)
+        every_pair = parameters + 3 * core
+        again = {"none": 0, "selective": core, "full": every_pair // 3}
+        return {
+            "6N": parameters,
+            "6N + attention": every_pair,
+            "causal attention": parameters + 3 * core // 2,
+            "with recompute": every_pair + again[recompute],
+        }
+
 
 def utilization(flops: int, seconds: float, gpus: int, peak: float) -> float:
     """Return flops / (seconds * gpus * peak): MFU of model FLOPs, HFU of hardware FLOPs (`peak`: FLOP/s of a GPU)."""

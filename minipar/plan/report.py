@@ -10,7 +10,7 @@ from minipar.errors import UsageError
 from minipar.plan.cluster import Cluster, Evidence
 from minipar.plan.command import train_command
 from minipar.plan.layout import PRECISIONS, Layout
-from minipar.plan.model import MOST, ModelShape
+from minipar.plan.model import MOST, ModelShape, utilization
 from minipar.plan.search import Plan, SearchResult, SearchSpace
 
 SHOWN_MESHES = 200  # in the JSON
@@ -136,10 +136,21 @@ def _plan_json(request: Request, rank: int, plan: Plan, winner: Plan) -> dict[st
         "simulated": exact,
         "communication_bytes": {axis: float(nbytes) for axis, nbytes in vars(plan.volume).items()},
         "mfu": plan.mfu,
+        "mfu_counted": counted_mfu(request, plan),
         "hfu": plan.hfu,
         "tflops_per_gpu": plan.tflops,
         "tokens_per_second": request.tokens / plan.time.total,
         "why": "the fastest" if plan is winner else why(winner, plan),
+    }
+
+
+def counted_mfu(request: Request, plan: Plan) -> dict[str, float]:
+    """Return a plan's utilization by each convention of `ModelShape.counted_flops`."""
+    cluster = request.cluster
+    counted = request.model.counted_flops(request.length, plan.layout.recompute)
+    batch, seconds = request.global_batch, plan.time.total
+    return {
+        name: utilization(batch * flops, seconds, cluster.gpus, cluster.gpu.peak) for name, flops in counted.items()
     }
 
 
@@ -212,6 +223,9 @@ def as_text(request: Request, result: SearchResult) -> str:
         "count what is recomputed, MFU does not):",
         *_numbered(request, [*SECONDS, *(f"{sent} {axis}" for axis in AXES)], rows),
         "",
+        "MFU of 1. as others count it (N: the parameters that a token uses):",
+        *_counted_table(request, plans[0]),
+        "",
         _ties(plans, request.evidence.spread),
     ]
     lines += [f"{rank}. {why(plans[0], plan)}" for rank, plan in enumerate(plans, start=1) if rank > 1]
@@ -219,6 +233,11 @@ def as_text(request: Request, result: SearchResult) -> str:
         lines.append("(~: too long to simulate; the schedule's closed form)")
     lines += ["", *_command(request, plans[0])]
     return "\n".join(lines)
+
+
+def _counted_table(request: Request, plan: Plan) -> list[str]:
+    counted = counted_mfu(request, plan)
+    return table(list(counted), [[_percent(share) for share in counted.values()]])
 
 
 def _command(request: Request, plan: Plan) -> list[str]:
