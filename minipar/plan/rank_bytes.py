@@ -115,6 +115,13 @@ def in_flight(layout: Layout) -> Fraction | int:
             return min(m, p)
 
 
+def in_flight_last(layout: Layout) -> Fraction | int:
+    """Return the microbatches in flight on the last rank, next to its logits: 1, interleaved min(m, p - (p - 1)/v)."""
+    if layout.schedule != "interleaved-1f1b":
+        return 1
+    return min(layout.microbatches, layout.pp - Fraction(layout.pp - 1, layout.virtual_stages))
+
+
 def memory(model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON) -> Memory:
     """Return the peak memory of the rank that needs most.
 
@@ -140,10 +147,10 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
         peak = activations + logits
     else:
         # Every stage keeps its input and its output; the first rank's first stage has no input. GPipe's other ranks
-        # hold as many microbatches as the first. The last rank has one microbatch in flight, and the logits.
+        # hold as many microbatches as the first. The last rank has fewer in flight, and the logits.
         ends = 2 * layout.stages_per_rank - (0 if layout.schedule == "gpipe" else 1)
         activations = flying * layers * layer_bytes + kept.boundary * hidden * (flying * ends)
-        peak = max(activations, layers * layer_bytes + logits)
+        peak = max(activations, float(in_flight_last(layout)) * layers * layer_bytes + logits)
 
     buffers = framework.overhead + peak - activations + kept.moving * hidden + kept.moving_whole * tokens * model.hidden
     if layout.recompute == "full":
