@@ -4,7 +4,8 @@ Reading order:
 
     model.py          a model's parameters and floating-point operations
     layout.py         a layout, which the planner chooses, and a framework's habits, which it cannot choose
-    cluster.py        GPUs, links, every constant with its source, and the seconds of a collective
+    cluster.py        GPUs, links, their constants with sources, and the seconds of a collective
+    programs.py       the programs that train, with what each achieves; a user's own program or GPU
     rank_bytes.py     the bytes that a rank holds (memory) and sends (traffic)
     compute.py        the seconds of one microbatch in each unit of the model: embedding, layer, output head
     pipeline_time.py  the makespan of a pipeline schedule, simulated or in closed form

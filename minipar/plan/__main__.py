@@ -13,9 +13,10 @@ from minipar.errors import UsageError, error_line, print_line, printable
 from minipar.parallel.context import METHODS
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.token_order import ORDERS
-from minipar.plan.cluster import GPUS, PROGRAMS, Cluster, Gpu, find_gpu, find_program
+from minipar.plan.cluster import GPUS, Cluster, Gpu
 from minipar.plan.layout import ATTENTION, PRECISIONS, check_experts
 from minipar.plan.model import MODELS, RECOMPUTE, ModelShape, find_model
+from minipar.plan.programs import PROGRAMS, find_gpu, find_program
 from minipar.plan.report import Request, as_json, as_text
 from minipar.plan.search import LEAST_TOKENS, TOP, SearchSpace, plan
 

@@ -12,15 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from minipar.plan.cluster import (
-    Assumptions,
-    Cluster,
-    ComputeTime,
-    Gpu,
-    all_to_all_seconds,
-    fetch_seconds,
-    gather_seconds,
-)  # fmt: skip
+from minipar.plan.cluster import Cluster, ComputeTime, all_to_all_seconds, fetch_seconds, gather_seconds  # fmt: skip
 from minipar.plan.layout import MEGATRON, Framework, Layout
 from minipar.plan.model import ModelShape
 from minipar.plan.pipeline_time import StageTime
@@ -57,45 +49,47 @@ def core_flops(model: ModelShape, layout: Layout, length: int, squares: float) -
     return layout.microbatch * model.attention_core_flops(length // layout.cp) * squares
 
 
-def gpu_compute(
-    model: ModelShape,
-    layout: Layout,
-    length: int,
-    parameters: float,
-    gpu: Gpu,
-    assumptions: Assumptions,
-    framework: Framework = MEGATRON,
-) -> ComputeTime:
+def gpu_compute(model: ModelShape, layout: Layout, length: int, parameters: float, cluster: Cluster) -> ComputeTime:
     """Return the seconds of computation on a GPU; `parameters` are those that the rank updates.
 
-    A product of f FLOPs takes (f + half_work) / (products * peak). Elementwise kernels move the bytes that forward
-    keeps (Korthikanti et al. 2022) `forward_traffic` or `backward_traffic` times; the optimizer moves `update_traffic`
-    bytes per parameter. Each of a rank's experts has two products of its own, so that few large ones take less time.
+    A product of f FLOPs takes (f + half_work) / product_rate; those of flash attention run at attention_rate.
+    Elementwise kernels move the bytes that forward keeps (Korthikanti et al. 2022) `forward_traffic` or
+    `backward_traffic` times; the optimizer moves `update_traffic` bytes per parameter. Each of a rank's experts has two
+    products of its own, so that few large ones take less time.
     """
-    t, a, tokens = layout.tp, assumptions, layout.tokens(length)
-    seconds_per_byte = 1 / (gpu.memory_bandwidth * a.copies)
+    t, a, tokens = layout.tp, cluster.assumptions, layout.tokens(length)
+    seconds_per_byte = 1 / (cluster.gpu.memory_bandwidth * a.copies)
+    rate = cluster.product_rate
+    core_rate = rate if layout.stores_scores else cluster.attention_rate
 
     def products(flops: float, count: int) -> float:
         """Return the seconds of `count` products that have `flops` together, divided over the tp ranks."""
-        return flops / t / (gpu.peak * a.products) * (1 + a.half_work * count * t / flops)
+        return (flops / t + a.half_work * count) / rate
+
+    def attention(flops: float, count: int = 0) -> float:
+        """Return those of attention's core."""
+        return (flops / t + a.half_work * count) / core_rate
 
     count = 2 + 2 * (model.experts or 1) // layout.ep  # products of a layer
-    core = core_flops(model, layout, length, sum(attention_squares(layout, framework)))
-    flops = 2 * tokens * model.layer_matrices + core
+    core = core_flops(model, layout, length, sum(attention_squares(layout, cluster.framework)))
+    flops = 2 * tokens * model.layer_matrices
     kept = layer_activations(model, replace(layout, recompute="none"), length)
     kept_without_scores = layer_activations(model, replace(layout, recompute="selective"), length)
-    forward = products(flops, count) + a.forward_traffic * kept * seconds_per_byte
-    core_forward = products(core, 2) + a.forward_traffic * (kept - kept_without_scores) * seconds_per_byte
+    forward = products(flops, count) + attention(core) + a.forward_traffic * kept * seconds_per_byte
+    core_forward = attention(core, 2) + a.forward_traffic * (kept - kept_without_scores) * seconds_per_byte
     recompute = {"none": 0.0, "selective": core_forward, "full": forward}[layout.recompute]
     # Flash attention computes the scores once more, next to their gradients: the first of the core's two products.
-    scores_again = 0.0 if layout.stores_scores else products(core, 2) / 2
+    scores_again = 0.0 if layout.stores_scores else attention(core, 2) / 2
     logits = products(model.head_flops(tokens), 1)
     elements = MEGATRON.kept.logits * layout.precision.parameters * tokens * model.vocab_size
     softmax = elements / t * seconds_per_byte
     return ComputeTime(
         forward=forward,
-        backward_input=products(flops + core, count) + scores_again + a.backward_traffic * kept * seconds_per_byte,
-        backward_weight=products(flops - core, count),
+        backward_input=products(flops, count)
+        + attention(2 * core)
+        + scores_again
+        + a.backward_traffic * kept * seconds_per_byte,
+        backward_weight=products(flops, count),
         recompute=recompute,
         head_forward=logits + a.forward_traffic * softmax,
         head_backward_input=logits + a.backward_traffic * softmax,
@@ -166,7 +160,7 @@ def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int
     if cluster.measured is not None:
         compute = cluster.measured(model, layout, length, parameters)
     else:
-        compute = gpu_compute(model, layout, length, parameters, cluster.gpu, cluster.assumptions, cluster.framework)
+        compute = gpu_compute(model, layout, length, parameters, cluster)
     cp_forward, cp_backward = context_seconds(model, layout, cluster, length)
     ep_forward, ep_backward = expert_seconds(model, layout, cluster, length)
     tp = _TensorParallel.of(model, layout, cluster, length)
@@ -249,7 +243,7 @@ def context_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length:
         gather = gather_seconds(cluster, c * nbytes * 2 * h_kv, t, c)
         return gather, 2 * gather
     message = cluster.link(t, c).seconds(nbytes * 2 * h_kv)
-    rate = cluster.gpu.peak * cluster.assumptions.products * t
+    rate = cluster.attention_rate * t
     squares = attention_squares(layout, cluster.framework)
     forward = [core_flops(model, layout, length, square) / rate for square in squares]
     backward = [2.5 * seconds for seconds in forward]  # five products, as scores are computed again

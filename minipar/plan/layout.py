@@ -2,7 +2,7 @@
 
 The planner chooses the layout. It cannot choose the framework: `MEGATRON` is Megatron-LM of today, `MEGATRON_2021`,
 `DEEPSPEED_2021`, `LLAMA_3` and `NANOTRON` are what published runs were measured with, `MINIPAR` is this repository's
-own program, so that predictions can be compared with runs. `PROGRAMS` in cluster.py pairs each with its speeds.
+own program, so that predictions can be compared with runs. `PROGRAMS` in programs.py pairs each with its speeds.
 """
 
 from __future__ import annotations

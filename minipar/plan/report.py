@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from minipar.errors import UsageError
-from minipar.plan.cluster import Cluster, Evidence
+from minipar.plan.cluster import Cluster
 from minipar.plan.command import train_command
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import MOST, ModelShape, utilization
+from minipar.plan.programs import Evidence
 from minipar.plan.search import Plan, SearchResult, SearchSpace
 
 SHOWN_MESHES = 200  # in the JSON
@@ -148,16 +149,17 @@ def counted_mfu(request: Request, plan: Plan) -> dict[str, float]:
     """Return a plan's utilization by each convention of `ModelShape.counted_flops`."""
     cluster = request.cluster
     counted = request.model.counted_flops(request.length, plan.layout.recompute)
-    batch, seconds = request.global_batch, plan.time.total
-    return {
-        name: utilization(batch * flops, seconds, cluster.gpus, cluster.gpu.peak) for name, flops in counted.items()
-    }
+    shares = {}
+    for name, flops in counted.items():
+        shares[name] = utilization(request.global_batch * flops, plan.time.total, cluster.gpus, cluster.gpu.peak)
+    return shares
 
 
 def assumptions(request: Request) -> list[str]:
     """Return the assumptions of the predictions in sentences."""
     a, gpu, widths = request.cluster.assumptions, request.cluster.gpu, request.space.precision
     framework = request.cluster.framework
+    products, attention = request.cluster.product_rate / gpu.peak, request.cluster.attention_rate / gpu.peak
     copy = f" + {framework.gradient_copy:g}" if framework.gradient_copy else ""
     hidden = (
         "backward's hide behind weight gradients (not in zb schedules)" if framework.hidden_sums else "backward too"
@@ -171,10 +173,10 @@ def assumptions(request: Request) -> list[str]:
         f"{request.gpu}: {gpu.peak / 1e12:.0f} TFLOP/s dense 16-bit, {gpu.memory / 1e9:.0f} GB at "
         f"{gpu.memory_bandwidth / 1e9:.0f} GB/s; to each GPU {gpu.inside / 1e9:.0f} GB/s inside a host and "
         f"{gpu.between / 1e9:.4g} GB/s between hosts (one direction)",
-        f"of these {request.program} gets {a.products:.0%} in large products, {a.copies:.0%} in elementwise kernels, "
-        f"{a.links:.0%} on links inside a host and {a.links * a.cards:.0%} between; a message starts in "
-        f"{a.alpha_inside * 1e6:.1f} us inside and {a.alpha_between * 1e6:.0f} us between hosts; {a.memory_used:.0%} "
-        "of memory can be used",
+        f"of these {request.program} gets {products:.0%} in large products, {attention:.0%} in flash attention, "
+        f"{a.copies:.0%} in elementwise kernels, {a.links:.0%} on links inside a host and {a.links * a.cards:.0%} "
+        f"between; a message starts in {a.alpha_inside * 1e6:.1f} us inside and {a.alpha_between * 1e6:.0f} us between "
+        f"hosts; {a.memory_used:.0%} of memory can be used",
         f"{request.precision}: {widths.parameters} + {widths.gradients}{copy} + {widths.optimizer} bytes per parameter "
         "(weights, gradients, AdamW), 16-bit activations; "
         + ("attention's scores are stored" if request.space.attention == "stored" else "flash attention")

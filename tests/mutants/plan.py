@@ -24,8 +24,8 @@ MUTANTS = [
         "plan/test_compute.py plan/test_step_time.py",
         (
             "compute: the half work counts once for all products",
-            "a.half_work * count * t / flops",
-            "a.half_work * t / flops",
+            "return (flops / t + a.half_work * count) / rate",
+            "return (flops / t + a.half_work) / rate",
         ),
         ("compute: full recomputation is free", '"full": forward}', '"full": 0.0}'),
         ("compute: a layer's sums in one direction", "layer_sums = 4 * tp.gather", "layer_sums = 2 * tp.gather"),

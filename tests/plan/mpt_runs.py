@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from minipar.plan.cluster import GPUS, PROGRAMS, Cluster, Gpu
+from minipar.plan.cluster import GPUS, Cluster, Gpu
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import ModelShape
+from minipar.plan.programs import PROGRAMS
 from minipar.plan.step_time import step_time
 
 RECORD = Path(__file__).parent / "recorded" / "mpt.csv"
@@ -90,9 +91,8 @@ def _run(row: dict[str, str]) -> MptRun:
     )
 
 
-def seconds(run: MptRun, card: Gpu | None = None) -> float:
-    """Predict the seconds of a run's step with Megatron's constants, on another card if one is given."""
-    program = PROGRAMS["megatron"]
-    gpu = run.card if card is None else card
-    cluster = Cluster(gpu, run.gpus, framework=program.framework, assumptions=program.assumptions)
+def seconds(run: MptRun, card: Gpu | None = None, program: str = "megatron") -> float:
+    """Predict the seconds of a run's step with a program's constants, on another card if one is given."""
+    own, gpu = PROGRAMS[program], run.card if card is None else card
+    cluster = Cluster(gpu, run.gpus, framework=own.framework, assumptions=own.assumptions)
     return step_time(run.model, run.layout, cluster, run.length).total

@@ -7,19 +7,9 @@ import pytest
 from planning import a100s
 
 from minipar.errors import UsageError
-from minipar.plan.cluster import (
-    GB,
-    GPUS,
-    PROGRAMS,
-    AlphaBeta,
-    Cluster,
-    fetch_seconds,
-    find_gpu,
-    find_program,
-    gather_seconds,
-    scalar_seconds,
-)  # fmt: skip
+from minipar.plan.cluster import GB, GPUS, AlphaBeta, Cluster, fetch_seconds, gather_seconds, scalar_seconds
 from minipar.plan.layout import MINIPAR
+from minipar.plan.programs import PROGRAMS, find_gpu, find_program  # fmt: skip
 
 # As data sheets print them: dense 16-bit TFLOP/s, GB, GB/s, GB/s of NVLink both ways, Gb/s of cards for each GPU.
 SHEETS = {

@@ -278,10 +278,10 @@ def test_fewer_experts_on_a_rank_are_larger_products():
 
     def forward(ep):
         one = layout(dp=8, ep=ep, attention="flash")
-        return gpu_compute(MIXTRAL, one, 4096, 0, H100S.gpu, H100S.assumptions).forward
+        return gpu_compute(MIXTRAL, one, 4096, 0, H100S).forward
 
     a = H100S.assumptions
-    assert forward(1) - forward(8) == pytest.approx(14 * a.half_work / (H100S.gpu.peak * a.products), rel=1e-9)
+    assert forward(1) - forward(8) == pytest.approx(14 * a.half_work / H100S.product_rate, rel=1e-9)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from planning import a100s, layout
 
 from minipar.errors import UsageError
 from minipar.plan import search
-from minipar.plan.cluster import GPUS, PROGRAMS, Cluster
+from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import MINIPAR
 from minipar.plan.model import ModelShape, find_model
+from minipar.plan.programs import PROGRAMS
 from minipar.plan.rank_bytes import memory, volume
 from minipar.plan.report import tied, why
 from minipar.plan.search import SearchSpace, judge, layouts, microbatch_sizes, plan
