@@ -857,10 +857,10 @@ if rank == 0:
 #
 # *Core, 6 minutes.*
 #
-# All that is not in a data sheet stands in `Assumptions` in `minipar/plan/cluster.py`, but for `products`, which belongs
-# to the GPU. We change each value by 20 % up
-# and down (a share stays at most 1). How much does the best layout's predicted time change, and is another layout the
-# best then? Two questions: the 70B on 1024 A100s, whose best layout has a pipeline, and the 7.5B, whose best has none.
+# All that is not in a data sheet stands in `Assumptions` in `minipar/plan/cluster.py`, but for `products`, which
+# belongs to the GPU. We change each value by 20 % up and down (a share stays at most 1). How much does the best
+# layout's predicted time change, and is another layout the best then? Two questions: the 70B on 1024 A100s, whose best
+# layout has a pipeline, and the 7.5B, whose best has none.
 #
 # | name | what it is |
 # | --- | --- |

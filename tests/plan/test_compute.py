@@ -6,7 +6,8 @@ import pytest
 from planning import a100s, layout
 
 from minipar.plan.cluster import Assumptions, Cluster, ComputeTime, Gpu, gather_seconds
-from minipar.plan.compute import gpu_compute, unit_times
+from minipar.plan.compute import unit_times
+from minipar.plan.gpu_time import gpu_compute
 from minipar.plan.model import find_model
 
 ONE = Gpu(peak=1.0, memory=1.0, memory_bandwidth=1.0, inside=1.0, between=1.0)

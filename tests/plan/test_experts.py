@@ -17,12 +17,14 @@ from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.parallel.memory import elements_placed
 from minipar.plan.cluster import GPUS, AlphaBeta, Cluster, model_clock_cluster
-from minipar.plan.compute import expert_seconds, gpu_compute, unit_times
+from minipar.plan.compute import expert_seconds, unit_times
+from minipar.plan.gpu_time import gpu_compute
 from minipar.plan.layout import PRECISIONS
 from minipar.plan.model import find_model
 from minipar.plan.rank_bytes import layer_activations, memory, rank_experts, rank_parameters, volume
 from minipar.plan.report import complexity
-from minipar.plan.search import SearchSpace, judge, layouts, plan
+from minipar.plan.search import judge, plan
+from minipar.plan.space import SearchSpace, layouts
 from minipar.plan.step_time import step_time
 from minipar.train.from_config import step_layout
 

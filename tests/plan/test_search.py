@@ -13,7 +13,8 @@ from minipar.plan.model import ModelShape, find_model
 from minipar.plan.programs import PROGRAMS
 from minipar.plan.rank_bytes import memory, volume
 from minipar.plan.report import tied, why
-from minipar.plan.search import SearchSpace, judge, layouts, microbatch_sizes, plan
+from minipar.plan.search import judge, plan
+from minipar.plan.space import SearchSpace, layouts, microbatch_sizes
 from minipar.plan.step_time import StepTime, step_time
 
 GPT2, GPT3 = find_model("gpt2"), find_model("gpt3-175b")

@@ -12,7 +12,8 @@ from minipar.plan.cluster import GPUS, Assumptions, Cluster
 from minipar.plan.layout import MEGATRON, Layout
 from minipar.plan.model import find_model
 from minipar.plan.rank_bytes import memory
-from minipar.plan.search import Plan, judge, layouts, plan
+from minipar.plan.search import Plan, judge, plan
+from minipar.plan.space import layouts
 from minipar.plan.step_time import step_time
 
 QUESTIONS = {"70B on 1024 A100s": (MIDDLE, 1024), "7.5B on 1024 A100s": (SMALL, 1024)}
