@@ -459,12 +459,52 @@ for p, f, i, w, exchange in ((4, 4, 4, 3, 0), (2, 5, 5, 2, 1), (3, 6, 6, 6, 2), 
     say(f"p {p}; F {f}, B {b}, W {w}, F&B {pair}: idle {first} at first, {between} between, {last} in the end")
 
 # %% [markdown]
-# (DeepSeek counts stages: PP is our $2p$, so $PP/2 - 1 = p - 1$. Its first form, DualPipe, has PP ranks and no V. There
-# two ranks hold the same two stages, and microbatches come from both ends. DualPipeV is one half of that, and as idle.)
+# (DeepSeek counts stages: PP is our $2p$, so $PP/2 - 1 = p - 1$.)
 #
 # **Activations.** Before its first backward rank $r$ does $2(p-1-r)$ forwards of its first stage and $r+1$ of each of
 # its two. These are $2p$ activations on every rank. From then on each forward has a backward beside it. But in a pair
 # the forward begins before the backward has ended, so for a moment one more is alive: $2p + 1$, the paper's PP + 1.
+#
+# ### DualPipe: two pipelines from both ends
+#
+# *Deeper, 6 minutes.*
+#
+# The paper's formula is that of DualPipe, which has PP ranks for PP stages, and no V. A model has its stages on the
+# ranks 0, 1, ..., and a copy of it has them on the last rank, the one before, ... So rank $r$ holds the model's stage
+# $r$ and the copy's stage $PP-1-r$, twice the parameters of a pipeline of PP ranks. Half of the microbatches enter at
+# each end, $m$ into the model and $m$ into the copy. Why is a rank as idle as one of $p = PP/2$ ranks with a V?
+#
+# Because the two ends do the same at the same time, with the model and its copy exchanged. Where a microbatch of the V
+# turns on the last rank, one of the model goes on to rank $p$. There it finds what the copy's microbatch finds on rank
+# $p-1$ at that moment: a rank that has done the same. So fold the line of ranks in its middle, and what the ranks
+# $r$ and $PP-1-r$ do is what rank $r$ of the V does, at the same times. The three places of the table above are those
+# of the two ranks in the middle. The lists are those of the V with other stages. Of the simulator only `needs` changes,
+# which must not go from the model to its copy:
+
+# %%
+from chapters.support.ch08.dualpipe import TwoPipelines, dualpipe
+
+if rank == 0:
+    show_source(TwoPipelines.needs, dualpipe)
+for p, f, i, w, exchange in ((1, 4, 4, 3, 0), (2, 5, 5, 2, 1), (3, 6, 6, 6, 2), (4, 7, 7, 1, 0)):
+    durations = Durations(f, i, w, exchange=exchange)
+    both, v = simulate(dualpipe(2 * p, 2 * p + 1), durations), simulate(make("dualpipev", p, 2 * p + 1), durations)
+    times = [[(slot.start, slot.end) for slot in row] for row in both.ranks]
+    assert times[:p] == times[p:][::-1] == [[(slot.start, slot.end) for slot in row] for row in v.ranks]
+    pair = max(slot.end - slot.start for slot in both.ranks[0])
+    busy = sum(slot.end - slot.start for slot in both.ranks[p])  # one of the two in the middle
+    assert both.makespan - busy == (p - 1) * ((f + i - w) + (pair - (i + w))) == (p - 1) * (pair + (i + w) - 3 * w)
+    assert both.peak_activations == [2 * p + 1] * (2 * p)
+say("DualPipe on 2p ranks: the times of DualPipeV on p, idle (PP/2 - 1)(F&B + B - 3W) in the middle, PP + 1 alive")
+
+# %% [markdown]
+# (Where messages take time, DualPipe is a little longer: in the middle it sends what the V keeps on a rank.)
+#
+# Two questions about the paper's table. *Why $-3T_W$, and not $T_F + T_I - T_W$?* The latter is in the sum, and it is
+# ZB-H1's time. $T_{F\&B} - T_B$ for the pairs comes on top, on half as many ranks. Only one $T_W$ is work that a rank
+# does where it would wait. The two others come from writing $T_B - T_W$ for $T_F$ and for $T_I$. *Is the
+# $(PP-1)(T_F + T_B - 2T_W)$ of ZB-H1 there a misprint of $(p-1)(T_F + T_B - T_W)$?* No: DeepSeek's $T_B$ is the whole
+# backward, and Zero Bubble's only the `I`. Both are $(p-1)(T_F + T_I - T_W)$.
 #
 # ## 8.5 Memory against bubble
 #
@@ -501,7 +541,7 @@ if rank == 0:
 # the input on, and `W` multiplies later what `I` has kept. Lists with one stage per rank run on it as they are.
 
 # %%
-from chapters.support.pipeline_runs import PipelineRuns, gradients_on_one_device
+from chapters.support.pipeline_runs import PipelineRuns, gradients_on_one_device, refusal
 from chapters.support.schedule_lists import as_text, run_list
 
 runs = PipelineRuns(comm, per_stage=2)  # trains one device on rank 0, to compare all with
@@ -533,6 +573,70 @@ for name in ("interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"):
 # after its `I`: what counts is that each stage adds its gradients in the order 0, 1, 2, ... of the microbatches. The
 # most activations alive are those that the list says. ($m = 2p$ here, because DualPipeV needs that many.)
 #
+# ### Channels that deliver in order
+#
+# *Deeper, 8 minutes.*
+#
+# Over MPI a message is found by its tag, so it does not matter in which order a rank asks for messages. Over NCCL it
+# does: sends and receives on one *channel* (a stream of one communicator) are done one at a time, in the order of the
+# list, and at both ends. PyTorch's pipelines batch all messages of a rank on one channel. Two ranks may have a channel
+# of their own, or one for each direction. The executor's list is then right or wrong by the place of its RECVs:
+#
+# - **too early**: a RECV whose message comes later holds up the SENDs behind it. PyTorch's lowering puts it where the
+#   sender is next in turn, however long that takes;
+# - **too late**, just before its use: both ranks of a pair begin with their SENDs, as in 7.6;
+# - `lower` simulates with $T_F = T_I = T_W$ and puts both ends of a message at one moment.
+#
+# A simulation with channels is one with more to wait for: a message waits until it is the first in its channels. Eight
+# ranks with interleaved stages, 16 microbatches and messages that take no time:
+
+# %%
+from chapters.support.ch08.receives import early_receives, late_receives
+from minipar.parallel.pipeline.check import lower
+from minipar.parallel.pipeline.in_order import CHANNELS, simulate_in_order
+from minipar.parallel.pipeline.schedules import SCHEDULES
+
+if rank == 0:
+    wide, equal = make("interleaved-1f1b", 8, 16), Durations(1, 1, 1)
+    assert simulate(wide).makespan == 117
+    say(f"interleaved-1f1b, p = 8, m = 16: time of a step with one channel per {', '.join(CHANNELS)}")
+    expected_times = {early_receives: [168, 117, 117], lower: [117, 117, 117]}
+    for place, times in expected_times.items():
+        lists = place(wide)
+        assert [simulate_in_order(lists, equal, channel).makespan for channel in CHANNELS] == times
+        say(f"{place.__name__:<14} {times}")
+    say("late_receives:", refusal(simulate_in_order, late_receives(wide), equal, "pair"))
+    narrow = make("interleaved-1f1b", 4, 8)
+    panels = {
+        "early receives, one channel per rank": simulate_in_order(early_receives(narrow), equal, "rank"),
+        "lower, one channel per rank": simulate_in_order(lower(narrow), equal, "rank"),
+    }
+    assert [line.makespan for line in panels.values()] == [67, 57]
+    show(plot_schedule(panels), "08_channels_in_order")
+
+# %% [markdown]
+# In the upper half rank 1 has nothing to do at 2, though `0F1` is done: its message waits behind a RECV from rank 3.
+#
+# No list of `lower` deadlocks on any of these channels, because none does even if sends block. (Those two are one
+# question: a computation that waits for a SEND holds up only results whose SENDs come later.) And with equal times and
+# messages that take none, they cost nothing. Where messages take time they do, since `lower` does not know how long: a
+# RECV can stand after a computation that began just before. For $p = 4$, $m = 8$, times 4, 5, 3 and messages of 1:
+
+# %%
+if rank == 0:
+    for name in SCHEDULES:
+        times = [simulate_in_order(lower(make(name, 4, 8)), Durations(4, 5, 3, 1), each).makespan for each in CHANNELS]
+        free = simulate(make(name, 4, 8), Durations(4, 5, 3, 1)).makespan
+        assert (name == "naive") == (times == [free] * 3) and times == sorted(times, reverse=True)
+        say(f"{name:<17} {free:>4} without channels; {times} with one per {', '.join(CHANNELS)}")
+    assert times == [266, 264, 253] and free == 243  # DualPipeV
+
+# %% [markdown]
+# So one channel per rank is dear where a rank talks to many: interleaved stages send around the ring, 53 of 242 more.
+# One per pair or per direction costs that schedule 13 and 3. Without tags there is a third danger: two RECVs of equal
+# size in the wrong order do not hang, but take each other's message, and only the comparison with one device sees that.
+# `python -m visualize schedule --in-order rank` checks, simulates and draws a list of your own.
+#
 # ## 8.7 How long `F`, `I` and `W` take
 #
 # *Deeper, 8 minutes.*
@@ -562,8 +666,6 @@ if rank == 0:
 # and end of every action is the simulator's.
 
 # %%
-from minipar.parallel.pipeline.schedules import SCHEDULES
-
 if rank == 0:
     from chapters.support.ch08 import clock
     from chapters.support.pipeline_runs import CLOCK_SHAPE
@@ -653,7 +755,6 @@ predict("refused by check", ...)  # replace the dots by a list of the mistakes 1
 predict("bits differ", ...)  # and which of the others give other bits
 
 # %%
-from chapters.support.pipeline_runs import refusal
 from chapters.support.schedule_lists import written
 
 say("1. forgotten:", refusal(check, written("0F0 0I0 0W0", "1F0 1I0")))

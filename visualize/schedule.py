@@ -38,7 +38,7 @@ from .boxes import (
     number_boxes,
     palette,
 )
-from .message_time import awaited_messages
+from .message_time import awaited_messages, takes_messages
 from .style import GREY, INK, PAPER, VERMILION, Picture
 from .timeline import time_unit
 
@@ -254,7 +254,7 @@ class _Sheet:
         if any(slot.action.pair for timeline in self.timelines for row in timeline.ranks for slot in row):
             note += "; F above B: a pair, both at once"
         axes[-1].set_xlabel(f"time ({self.unit}; {note})" if self.unit else f"time ({note})", fontsize=9)
-        messages = any(timeline.comm > 0 and len(timeline.ranks) > 1 for timeline in self.timelines)
+        messages = any(takes_messages(timeline) for timeline in self.timelines)
         handles, labels = legend_handles(self.colours, messages)
         figure.legend(
             handles, labels, handler_map=SIDE_BY_SIDE, loc="lower center", bbox_to_anchor=(0.5, 0.0), ncols=len(labels),
@@ -272,7 +272,7 @@ class _Sheet:
         chunk = chunks(timeline.schedule)
         end = float(timeline.makespan) * self.scale
         points = self.points(panel, ranks)
-        awaited = awaited_messages(timeline) if timeline.comm > 0 else [[]] * ranks
+        awaited = awaited_messages(timeline) if takes_messages(timeline) else [[]] * ranks
         for rank, slots in enumerate(timeline.ranks):
             top, height = row = (rank + 0.04, 0.92)
             panel.broken_barh([(0, end)], row, facecolor="white", edgecolor=PAPER, linewidth=0.8)

@@ -4,6 +4,7 @@
     step.py          a training step next to PyTorch's; the ZeRO stages; the cost of synchronization (overlap)
     pipeline.py      the bubble of each pipeline schedule
     reductions.py    a training step with each order of sums
+    bits.py          the bits of one model trained in many layouts, with rings and with trees
     context.py       the balance of context parallelism's orders of tokens
 
 The rest calibrates the planner and compares it with runs:

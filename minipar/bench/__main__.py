@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import minipar.robust_start.first_import  # noqa: F401 before the others, which take a second
-from minipar.bench import collectives, context, layouts, machine, pipeline, reductions, step
+from minipar.bench import bits, collectives, context, layouts, machine, pipeline, reductions, step
 from minipar.cli import UsageParser
 from minipar.comm.communicator import Communicator
 from minipar.comm.launch import main
@@ -17,6 +17,7 @@ SUBCOMMANDS = {
     "pipeline": (pipeline.add_arguments, pipeline.run),
     "context": (context.add_arguments, context.run),
     "reductions": (reductions.add_arguments, reductions.run),
+    "bits": (bits.add_arguments, bits.run),
     "machine": (machine.add_arguments, machine.run),
     "layouts": (layouts.add_layouts_flags, layouts.run_layouts),
     "modelled": (layouts.add_modelled_flags, layouts.run_modelled),

@@ -1,13 +1,15 @@
 """The benchmarks run, and their rows are what they promise. Their times are for reading, not for asserting."""
 
 import json
+from argparse import Namespace
 
 import numpy as np
 import pytest
 from launcher import run_each, run_mpi
 
+from minipar.bench import bits
 from minipar.bench.context import WaitingClock
-from minipar.comm import Communicator, run_local
+from minipar.comm import Communicator, run_local, serial
 
 
 def bench(ranks, *arguments):
@@ -81,6 +83,17 @@ def test_reductions_compares_the_orders_of_sums():
     ]  # fmt: skip
     for row in rows:
         assert row["bytes"] > 0 and row["ratio"] == pytest.approx(row["seconds"] / rows[0]["seconds"])
+
+
+def test_bits_are_one_devices_with_trees_alone(monkeypatch, capsys):
+    monkeypatch.setattr(bits, "LAYOUTS", ("", "--dp 2", "--tp 2"))
+    monkeypatch.setattr(bits, "SIZES", "--layers 1 --hidden 16 --heads 2 --seq-len 8 --vocab-size 16 --global-batch 2")
+    bits.run(serial(), Namespace(steps=1, model="llama", dtype="float64", json="-"))
+    first, *others = json.loads(capsys.readouterr().out)
+    assert [row["layout"] for row in (first, *others)] == ["one device", "--dp 2", "--tp 2"]
+    for row in others:
+        assert row["tree_bits"] == first["tree_bits"] and row["tree_difference"] == 0
+        assert row["ring_bits"] != first["ring_bits"] and row["ring_difference"] < 1e-14
 
 
 def test_context_compares_the_orders_with_their_fractions():

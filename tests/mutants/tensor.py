@@ -215,8 +215,21 @@ MUTANTS = [
             "for result in action.halves[:1]:",
         ),
         ("checker: an action may be done twice", "if count[action] > 1:", "if count[action] > 2:"),
-        ("checker: sends that block are not tried", "    _check_blocking_sends(lowered)", "    pass"),
+        ("checker: sends that block are not tried", "    simulate_in_order(lowered, Durations(), channel)", "    pass"),
         ("checker: a message that nobody needs is accepted", "(action, rank) not in expected", "False"),
+    ),
+    *mistakes(
+        "minipar/parallel/pipeline/in_order.py",
+        "parallel/pipeline/test_in_order.py",
+        ("channels: a computation does not wait for its message", "if receive in received:", "if False:"),
+        (
+            "channels: a message is posted before the computations before it",
+            "if computed is not None else []",
+            "if computed is not None and action.computes else []",
+        ),
+        ("channels: one per direction is one per pair", 'if channel == "pair":', 'if channel != "rank":'),
+        ("channels: messages take no time", "else durations.comm", "else 0"),
+        ("channels: a circle's stretch ends where it begins", "stretch[-1].later", "stretch[0].later"),
     ),
     *mistakes(
         "minipar/parallel/pipeline/stage.py",

@@ -59,12 +59,14 @@ CASES = {
         "--zero-stage 3 --global-batch 8"),
     "three stages per rank": (6, "--pp 2 --dp 3 --layers 7 --schedule interleaved-1f1b --virtual-stages 3 "
         "--microbatches 4 --global-batch 12 --zero-stage 3"),
-    "sums as trees": (8, "--dp 4 --tp 2 --sequence-parallel --zero-stage 3 --reduction tree --vocab-size 16"),
+    "sums as trees": (8, "--dp 4 --tp 2 --sequence-parallel --zero-stage 3 --reduction tree --global-batch 4 "
+        "--vocab-size 16"),
     "sums as trees, in a pipeline": (8, "--dp 2 --tp 2 --pp 2 --schedule zb-h1 --sequence-parallel --reduction tree "
-        "--vocab-size 16 --recompute full --zero-stage 1"),
-    "sums as trees, of a Llama": (8, "--dp 2 --tp 4 --model llama --reduction tree --vocab-size 16 --hidden 24"),
-    "sums as trees, of a Llama's own tokens": (8, "--pp 2 --tp 4 --model llama --reduction tree --vocab-size 16 "
-        "--hidden 24 --sequence-parallel --recompute full"),
+        "--global-batch 4 --vocab-size 16 --recompute full --zero-stage 1"),
+    "sums as trees, of a Llama": (8, "--dp 2 --tp 4 --model llama --reduction tree --global-batch 4 "
+        "--vocab-size 16 --hidden 24"),
+    "sums as trees, of a Llama's own tokens": (8, "--pp 2 --tp 4 --model llama --reduction tree "
+        "--global-batch 4 --vocab-size 16 --hidden 24 --sequence-parallel --recompute full"),
     "a long vocabulary": (8, "--tp 4 --pp 2 --vocab-size 259 --microbatches 2 --sequence-parallel --zero-stage 3"),
 }  # fmt: skip
 

@@ -5,7 +5,9 @@ from fractions import Fraction
 
 import pytest
 
+from chapters.support.ch08.receives import early_receives
 from minipar.parallel.pipeline.actions import Durations, simulate
+from minipar.parallel.pipeline.in_order import simulate_in_order
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize import plot_schedule
 from visualize.message_time import awaited_messages
@@ -47,6 +49,13 @@ def test_awaited_messages_are_idle_time_before_an_action(name):
         assert not any(a < end and start < b for start, end in spans for a, b in busy)
     assert any(awaited_messages(line))
     assert not any(awaited_messages(timeline(name, 4, 8)))
+
+
+def test_a_message_that_waits_in_its_channel_is_on_its_way():
+    """0F1 is done at 2, but its message waits until 4: 4RECV_F0 is before it in rank 0's channel."""
+    line = simulate_in_order(early_receives(make("interleaved-1f1b", 4, 8)), Durations(), "rank")
+    assert awaited_messages(line)[1][:2] == [(2, 4), (5, 7)]
+    assert hatched(plot_schedule(line).axes[0], "....")[0] == (2, 4, 1)
 
 
 def test_the_time_of_a_message_is_in_the_caption():

@@ -60,6 +60,26 @@ def test_json_has_the_times_it_was_made_with(capsys):
     assert told(capsys, *size, *times)["times"] == given
 
 
+SEND_FIRST = """0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1
+1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1
+"""
+
+
+def test_channels_in_order_deadlock_or_have_a_cost(capsys, tmp_path):
+    path = tmp_path / "crossing.csv"
+    path.write_text(SEND_FIRST)
+    for channel in ("rank", "pair"):
+        assert main(["schedule", "--schedule", str(path), "--in-order", channel, "--json", "-"]) == 2
+        assert "one channel per " + channel in capsys.readouterr().err
+    got = told(capsys, "--schedule", path, "--in-order", "direction", "--comm", "1")
+    # 1RECV_F1 is posted after 1B0, which ends at 5. So 1F1 begins at 6.
+    assert (got["in_order"], got["in_order_cost"], got["makespan"]) == ("direction", 1, 12)
+    size = ["--schedule", "interleaved-1f1b", "--stages", 4, "--microbatches", 8, "--comm", "1/4"]
+    free, one = told(capsys, *size), told(capsys, *size, "--in-order", "rank")
+    assert one["in_order_cost"] == one["makespan"] - free["makespan"] > 0 and "in_order" not in free
+    assert one["bubble_fraction"] > free["bubble_fraction"]
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_the_command_draws_and_says_what_it_wrote(capsys, tmp_path, suffix):
     out, numbers = tmp_path / "new" / f"s.{suffix}", tmp_path / "s.json"
@@ -139,6 +159,7 @@ def test_a_bad_file_is_one_line_with_action_and_rank(capsys, tmp_path, content, 
         (["--schedule", "2f2b", "--json", "-"], "schedule 2f2b: choose from naive"),
         (["--schedule", "{csv}", "--stages", "2", "--json", "-"], "--stages 2: {csv} says this itself"),
         (["--schedule", "{csv}", "--virtual-stages", "2", "--json", "-"], "--virtual-stages 2: {csv} says this"),
+        (["--schedule", "{csv}", "--in-order", "link", "--json", "-"], "invalid choice: 'link' (choose from"),
         (["--schedule", "{csv}", "--out", "x.gif"], "--out x.gif: the name must end in"),
         (["--schedule", "{csv}", "--json", "{csv}/x"], "--json {csv}/x cannot be written"),
         (["--schedule", "{csv}", "--csv", "{csv}/x"], "--csv {csv}/x cannot be written"),

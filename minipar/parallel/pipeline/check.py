@@ -5,11 +5,12 @@ of a simulation, the SEND and its RECV at the same moment. Such lists cannot dea
 block: both ranks of the earliest message that is not sent yet come to it.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule, peak_live, simulate
+from minipar.parallel.pipeline.actions import COMPUTE, Action, Durations, Schedule, peak_live, simulate
+from minipar.parallel.pipeline.in_order import simulate_in_order
 
 
 def message_of(schedule: Schedule, result: Action) -> tuple[Action, Action] | None:
@@ -59,13 +60,17 @@ class Report:
     sends: list[int]
 
 
-def check(schedule: Schedule) -> Report:
-    """Return what the schedule holds and sends. UsageError names the first wrong action and its rank."""
+def check(schedule: Schedule, channel: str = "rank") -> Report:
+    """Return what the schedule holds and sends. UsageError names the first wrong action and its rank.
+
+    Lists that pass do not deadlock, even if sends block. With the channels "pair" or "direction" of
+    in_order.py, they need not bear blocking sends.
+    """
     _check_complete(schedule)
     _check_order(schedule)
     simulate(schedule)  # refuses ranks that wait for one another
     lowered = lower(schedule)
-    _check_blocking_sends(lowered)
+    simulate_in_order(lowered, Durations(), channel)  # refuses messages that wait for one another
     report = Report(peak_activations=[], peak_weight_gradients=[], sends=[])
     for actions in lowered.ranks:
         sends = [action for action in actions if action.kind in ("SEND_F", "SEND_B")]
@@ -157,27 +162,3 @@ def _check_message(
     if position[receive] > position[user]:
         raise _error(schedule, rank, receive, f"comes after {user}, which needs it")
     return ends
-
-
-def _check_blocking_sends(schedule: Schedule) -> None:
-    """Run the lists with sends that block until they are received (MPI's Ssend); refuse a deadlock."""
-    left = [deque(actions) for actions in schedule.ranks]
-    # The ranks that may have something to do are first all, then those whose message is through.
-    ready = deque(range(len(left)))
-    while ready:
-        row = left[ready.popleft()]
-        while row:
-            if not row[0].computes:
-                # A send and its receive are done together, by the rank that comes to its end last.
-                other_end = row[0].other_end
-                peer = schedule.home[other_end.stage]
-                if not left[peer] or left[peer][0] != other_end:
-                    break
-                left[peer].popleft()
-                ready.append(peer)
-            # What a computation needs comes before it in the lists, as the checks above have seen.
-            row.popleft()
-    waiting = ", ".join(f"rank {rank} at {row[0]}" for rank, row in enumerate(left) if row)
-    if waiting:
-        problem = "deadlocks if sends block until they are received"
-        raise UsageError(f"schedule {schedule.name} {problem}: {waiting}")

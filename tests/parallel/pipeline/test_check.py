@@ -8,6 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 import pytest
+from schedule_cases import random_schedule, schedule, shuffle_messages
 
 from minipar.comm import run_local
 from minipar.errors import CommunicationError, UsageError
@@ -21,11 +22,6 @@ SOME = [
       for p, m in ((1, 1), (1, 3), (2, 1), (2, 5), (3, 2), (4, 8), (5, 3), (8, 4), (8, 16))],
     *[("interleaved-1f1b", p, m, v) for p, m, v in ((1, 2, 2), (2, 2, 1), (2, 4, 3), (3, 6, 2), (4, 8, 2), (8, 8, 3))],
 ]  # fmt: skip
-
-
-def schedule(*rows, name="mine"):
-    """From one string of actions for each rank."""
-    return Schedule.of(name, [[parse_action(cell) for cell in row.split()] for row in rows])
 
 
 def from_memory(rows, tmp_path):
@@ -135,11 +131,13 @@ BROKEN = {
     # The steady state of 1F1B, written down the obvious way: both neighbours send first.
     "sends that face each other": (
         [A, "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"],
-        "deadlocks if sends block until they are received: rank 0 at 0SEND_F1, rank 1 at 1SEND_B0",
+        "deadlocks if sends block until they are received, as with one channel per rank: "
+        "rank 0 has 0SEND_F1 before 0RECV_B0, rank 1 has 1SEND_B0 before 1RECV_F1",
     ),
     "received in another order than sent": (
         [A, "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"],
-        "deadlocks if sends block until they are received: rank 0 at 0SEND_F0, rank 1 at 1RECV_F1",
+        "deadlocks if sends block until they are received, as with one channel per rank: "
+        "rank 0 has 0SEND_F0 before 0SEND_F1, rank 1 has 1RECV_F1 before 1RECV_F0",
     ),
 }
 
@@ -243,38 +241,6 @@ def message(action):
     return action.stage + step, action.kind[-1], action.microbatch
 
 
-def shuffled(rng, row, after):
-    """A random order of one rank's actions in which each comes after those of `after[action]` that are its own."""
-    left, result = sorted(row), []
-    while left:
-        free = [action for action in left if not any(need in left for need in after[action])]
-        result.append(rng.choice(free))
-        left.remove(result[-1])
-    return result
-
-
-def random_schedule(rng, consistent):
-    """Stages on ranks at random, whole and halved backwards, any order that each rank alone can do; `consistent`: that
-    all ranks can do together.
-    """
-    stages, m = rng.randint(1, 5), rng.randint(1, 3)
-    homes = [rng.randrange(3) for _ in range(stages)]
-    homes = [sorted(set(homes)).index(home) for home in homes]
-    actions = []
-    for s in range(stages):
-        for k in range(m):
-            kinds = ("F", "B") if rng.random() < 0.5 else ("F", "I", "W")
-            actions += [Action(s, kind, k) for kind in kinds]
-    rows = [[a for a in actions if homes[a.stage] == rank] for rank in range(max(homes) + 1)]
-    after = {a: Schedule.of("random", rows).needs(a) for a in actions}
-    if consistent:
-        order = shuffled(rng, actions, after)
-        rows = [[a for a in order if homes[a.stage] == rank] for rank in range(len(rows))]
-    else:
-        rows = [shuffled(rng, row, after) for row in rows]
-    return Schedule.of("random", rows)
-
-
 def paired(rng, mine):
     """The same lists with some of the Fs that come right before a B paired with it."""
     rows = []
@@ -284,27 +250,6 @@ def paired(rng, mine):
             if rows[-1] and (rows[-1][-1].kind, action.kind) == ("F", "B") and rng.random() < 0.7:
                 action = parse_action(f"({rows[-1].pop()};{action})OVERLAP_F_B")
             rows[-1].append(action)
-    return Schedule.of("random", rows)
-
-
-def shuffle_messages(rng, mine):
-    """The same computations in the same order; each send anywhere after its result, each receive before its use."""
-    whole = lower(mine)
-    rows = []
-    for row in whole.ranks:
-        compute = [a for a in row if a.computes]
-        after = {a: set(compute[:i]) for i, a in enumerate(compute)}
-        for a in row:
-            kinds = ("F",) if a.kind[-1] == "F" else ("B", "I")
-            own = [Action(a.stage, kind, a.microbatch) for kind in kinds]
-            if a.kind.startswith("SEND"):
-                after[a] = set(own)
-            elif a.kind.startswith("RECV"):
-                after.setdefault(a, set())
-                for user in own:
-                    if user in after:
-                        after[user].add(a)
-        rows.append(shuffled(rng, row, after))
     return Schedule.of("random", rows)
 
 

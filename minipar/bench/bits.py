@@ -1,0 +1,97 @@
+"""One model trained in many layouts with each order of sums: where the bits differ, and where they do not.
+
+The ranks are threads of this process. For `--reduction ring` and `--reduction tree`, a row has the difference of
+the last loss from one device's, and a digest of the bits: every loss, every gradient norm, and every parameter
+after the last step. One different bit gives another digest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from minipar.bench import check_positive, publish
+from minipar.bench.pipeline import random_tokens
+from minipar.comm.communicator import Communicator
+from minipar.comm.mesh import DeviceMesh
+from minipar.comm.threads import run_local
+from minipar.errors import UsageError
+from minipar.train.config import parse, resolve
+from minipar.train.trainer import Trainer
+
+LAYOUTS = (
+    "",
+    "--dp 2",
+    "--dp 8",
+    "--dp 4 --zero-stage 1",
+    "--dp 4 --zero-stage 2 --zero-replicas 2",
+    "--dp 8 --zero-stage 3",
+    "--tp 2",
+    "--tp 8",
+    "--tp 8 --sequence-parallel",
+    "--pp 2 --schedule gpipe",
+    "--pp 4 --schedule zb-h1",
+    "--pp 8",
+    "--dp 4 --tp 2 --zero-stage 3",
+    "--dp 2 --pp 4 --zero-stage 1",
+    "--tp 4 --pp 2 --schedule zb-h1",
+    "--dp 2 --tp 2 --pp 2 --zero-stage 2 --sequence-parallel --recompute full",
+)
+REDUCTIONS = ("ring", "tree")
+SIZES = "--layers 8 --hidden 32 --heads 8 --seq-len 16 --vocab-size 64 --global-batch 8"
+UPDATE = "--lr 1e-3 --lr-schedule cosine --weight-decay 0.1 --clip-grad 0.5"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `bench bits`."""
+    parser.add_argument("--steps", type=int, default=20, help="steps of each training (20)")
+    parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2", help="the model (gpt2)")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="its dtype (float32)")
+
+
+def run(comm: Communicator, args: argparse.Namespace) -> None:
+    """Train one model in many layouts, and compare all bits with one device's, with `ring` and with `tree`."""
+    if comm.size > 1:
+        raise UsageError(f"bench bits makes its own ranks; mpirun started {comm.size}: run it without mpirun")
+    check_positive(args, "steps")
+    rows: list[dict[str, Any]] = []
+    one_device: dict[str, float] = {}
+    for layout in LAYOUTS:
+        row: dict[str, Any] = {"layout": layout or "one device"}
+        for reduction in REDUCTIONS:
+            flags = f"{SIZES} {UPDATE} --model {args.model} --dtype {args.dtype} --steps {args.steps}"
+            loss, digest = train(f"{flags} {layout} --reduction {reduction}")
+            one_device.setdefault(reduction, loss)
+            row[f"{reduction}_difference"] = abs(loss - one_device[reduction])
+            row[f"{reduction}_bits"] = digest
+        rows.append(row)
+    publish(comm, rows, args.json)
+    if args.json != "-":
+        for reduction in REDUCTIONS:
+            digests = [row[f"{reduction}_bits"] for row in rows]
+            same = digests.count(digests[0]) - 1
+            layouts = len(rows) - 1
+            print(f"{reduction}: {same} of {layouts} layouts have one device's bits after {args.steps} steps")
+
+
+def train(flags: str) -> tuple[float, str]:
+    """Train on threads. Return the last loss, and a digest of all losses, norms and parameters."""
+    parsed = parse(flags.split())
+    ranks = (parsed.mesh.dp or 1) * parsed.mesh.tp * parsed.mesh.pp
+    config = resolve(parsed, ranks)
+    tokens = random_tokens(config)
+
+    def rank(comm: Communicator) -> tuple[float, str]:
+        trainer = Trainer(config, DeviceMesh(comm, tp=config.mesh.tp, pp=config.mesh.pp), tokens)
+        digest = hashlib.sha256()
+        for result in trainer.train():
+            digest.update(np.array([result.loss, result.grad_norm]).tobytes())
+        for name, value in sorted(trainer.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(value).tobytes())
+        return result.loss, digest.hexdigest()[:8]
+
+    return run_local(ranks, rank)[0]

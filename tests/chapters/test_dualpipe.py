@@ -1,0 +1,60 @@
+"""Claims about DualPipe, the two pipelines of which DualPipeV is one half."""
+
+import pytest
+
+from chapters.support.ch08.dualpipe import dualpipe
+from minipar.parallel.pipeline.actions import Durations, parse_action, simulate
+from minipar.parallel.pipeline.schedules import make
+
+SIZES = [(1, 2), (2, 4), (2, 9), (3, 7), (4, 8)]
+
+
+def times(row):
+    return [(slot.start, slot.end) for slot in row]
+
+
+def test_each_rank_has_two_stages_and_every_microbatch():
+    mine = dualpipe(4, 5)
+    for r, actions in enumerate(mine.ranks):
+        halves = [half for action in actions for half in action.halves]
+        assert {half.stage for half in halves} == {r, 4 + 3 - r}  # the model's stage, and the copy's, which begins at 4
+        for stage in (r, 4 + 3 - r):
+            forwards = [half.microbatch for half in halves if half.stage == stage and half.kind == "F"]
+            assert forwards == list(range(5))
+
+
+def test_a_microbatch_stays_in_its_model():
+    mine = dualpipe(4, 5)
+
+    def needs(text):
+        return [str(need) for need in mine.needs(parse_action(text))]
+
+    assert needs("0F1") == needs("4F1") == [] and needs("5F1") == ["4F1"]  # 4 is the copy's first stage
+    assert needs("3B1") == ["3F1"] and needs("2B1") == ["2F1", "3B1"] and needs("7B1") == ["7F1"]
+    assert needs("(5F2;2B1)OVERLAP_F_B") == ["4F2", "2F1", "3B1"]
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_dualpipe_takes_the_times_of_the_v(p, m):
+    for f, i, w, exchange in ((4, 4, 3, 0), (5, 4, 2, 1), (3, 6, 1, 0)):
+        durations = Durations(f, i, w, exchange=exchange)
+        v, both = simulate(make("dualpipev", p, m), durations), simulate(dualpipe(2 * p, m), durations)
+        for r, row in enumerate(v.ranks):
+            assert times(both.ranks[r]) == times(both.ranks[2 * p - 1 - r]) == times(row)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_dualpipe_idles_as_the_paper_says_with_one_more_alive(p, m):
+    """(PP/2 - 1)(F&B + B - 3W) on the ranks in the middle, and PP + 1 activations, with PP = 2p ranks."""
+    for f, i, w, exchange in ((4, 4, 3, 0), (5, 5, 2, 1), (6, 6, 6, 0)):
+        both = simulate(dualpipe(2 * p, m), Durations(f, i, w, exchange=exchange))
+        pair, b = f + i + w - 2 * exchange, i + w
+        for row in both.ranks[p - 1 : p + 1]:
+            assert both.makespan - sum(end - start for start, end in times(row)) == (p - 1) * (pair + b - 3 * w)
+        assert both.peak_activations == [2 * p + 1] * (2 * p)
+
+
+def test_messages_in_the_middle_make_dualpipe_longer_than_the_v():
+    slow = Durations(4, 4, 3, comm=1)
+    assert simulate(make("dualpipev", 2, 4), slow).makespan == 101
+    assert simulate(dualpipe(4, 4), slow).makespan == 106
