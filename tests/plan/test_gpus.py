@@ -20,7 +20,7 @@ from minipar.plan.search import judge
 
 @pytest.mark.parametrize(("gpu", "names"), [("h100_80gb", ("products", "attention")), ("a100_80gb", ("attention",))])
 def test_no_other_constants_fit_the_1b_runs_better(gpu, names):
-    """A hundredth more or less of either is no better; of an A100's products, which are not fitted, neither."""
+    """A hundredth more or less of either is no better. An A100's products are not fitted."""
     card = CARDS[gpu]
     assert len(fitted_runs(gpu)) == 8
     for name in names:

@@ -6,7 +6,7 @@ import pytest
 from planning import a100s, layout
 
 from minipar.errors import UsageError
-from minipar.plan import search
+from minipar.plan import advice, search
 from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import MINIPAR
 from minipar.plan.model import ModelShape, find_model
@@ -295,7 +295,7 @@ def test_a_gpu_that_would_fit_has_usable_memory_enough(monkeypatch):
     cluster = a100s(8)
     least = min(memory(GPT3, one, 2048).total for one in layouts(GPT3, cluster, 64))
     sizes = {"enough": least / 0.92 * 1.001, "nearly": least * 1.001}
-    monkeypatch.setattr(search, "GPUS", {name: replace(GPUS["a100"], memory=size) for name, size in sizes.items()})
+    monkeypatch.setattr(advice, "GPUS", {name: replace(GPUS["a100"], memory=size) for name, size in sizes.items()})
     with pytest.raises(UsageError, match=r"What would fit: enough \(") as caught:
         plan(GPT3, cluster, 64, 2048)
     assert "nearly" not in str(caught.value)
