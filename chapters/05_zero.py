@@ -206,7 +206,8 @@ say(f"optimizer state on rank 0: {state[0]:,} bytes whole, {state[1]:,} as a chu
 #
 # the inner sum on each rank, the outer one an all-reduce of a single value. Every element counts once. To get the same
 # bits, stage 0 sums in this order too. Where a framework pads the flat array so that $d$ divides it, the padding's
-# gradient must be 0: then it adds nothing to the norm, and AdamW leaves the padding as it is.
+# gradient must be 0: then it adds nothing to the norm, and AdamW leaves the padding as it is. (Muon's update reads
+# whole matrices, which chunks cut: [9.11](09_3d_parallel.ipynb) shows what breaks, and the remedy.)
 #
 # The library adds three things. Buckets are reduce-scattered during backward, as their gradients become complete, and
 # not after it. The optimizer sees *shards*, the pieces of parameters that lie in this rank's chunks. And when the
@@ -552,7 +553,8 @@ if rank == 0:
 # %%
 if rank == 0:
     show_source(Unit.reshard, FSDP.run)
-    show_source(FSDP.pre_forward, FSDP.post_forward, FSDP.pre_backward)
+    show_source(FSDP.pre_forward, FSDP.post_forward, FSDP.pre_backward, FSDP.post_backward)
+    show_source(FSDP.gather, FSDP.free)
 
 # %% [markdown]
 # ## 5.5 The four stages side by side

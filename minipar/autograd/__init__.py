@@ -19,7 +19,7 @@ from minipar.autograd.guards import IGNORE_INDEX, check_ids, check_targets
 from minipar.autograd.mapping import mapping
 from minipar.autograd.modes import grad_enabled, no_grad, randomness
 from minipar.autograd.recompute import checkpoint
-from minipar.autograd.rules import Gradient, LazyGradient
+from minipar.autograd.rules import Gradient, LazyGradient, PendingGradient
 from minipar.autograd.tensor import Function, Tensor, operation
 
 relu = Tensor.relu  # functions, as in torch.nn.functional
@@ -32,6 +32,7 @@ __all__ = [
     "IGNORE_INDEX",
     "LazyGradient",
     "METHODS",
+    "PendingGradient",
     "Tensor",
     "causal_attention",
     "check_ids",

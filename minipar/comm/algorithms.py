@@ -77,7 +77,8 @@ def ring_all_gather(link: Link, x: np.ndarray) -> Steps:
 
     (p-1) alpha + n(p-1)/p beta. Each rank sends to its right the chunk that it has just received from its left.
     """
-    p, r = link.size, link.rank
+    p = link.size
+    r = link.rank
     parts = chunks(x, p)
     for step in range(p - 1):
         yield link.isend(parts[(r - step) % p], (r + 1) % p), link.irecv(parts[(r - step - 1) % p], (r - 1) % p)
@@ -138,9 +139,10 @@ def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
     """Copy x of `root` to every rank, in place, along a binomial tree. lg p (alpha + n beta)."""
     p = link.size
     virtual = (link.rank - root) % p
-    # The lowest set bit of the virtual rank. For the root, which has none: the first power of two not below p.
-    distance = virtual & -virtual or 1 << (p - 1).bit_length()
-    if virtual:
+    distance = virtual & -virtual  # the lowest set bit of the virtual rank
+    if virtual == 0:
+        distance = 1 << (p - 1).bit_length()  # the root: the first power of two not below p
+    else:
         yield (link.irecv(x, (link.rank - distance) % p),)
     while distance > 1:
         distance //= 2
@@ -185,7 +187,8 @@ def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
     (p-1) alpha + n(p-1)/p (beta + gamma): the fewest bytes possible (Patarasuk and Yuan 2009, section 4).
     Chunk j is summed in the order j+1, j+2, ..., j: fixed, but not the rank order. `x` is not changed.
     """
-    p, r = link.size, link.rank
+    p = link.size
+    r = link.rank
     own = chunks(x, p)
     incoming, outgoing = link.scratch(2 * own[0].size, x.dtype).reshape(2, -1)
     partial = own[r - 1]  # the sum so far, first this rank's own contribution to its left chunk
@@ -298,7 +301,8 @@ def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: 
     once, pairwise, and each contribution is added in its turn. Ranks wait for one another once instead of p-1 times,
     which saves the most time when they share cores.
     """
-    p, r = link.size, link.rank
+    p = link.size
+    r = link.rank
     parts = chunks(x, p)
     rows = link.scratch(p * parts[r].size, x.dtype).reshape(p, parts[r].size)
     contributions = list(rows)
@@ -306,7 +310,8 @@ def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: 
     receives: dict[int, Request] = {}
     sends = []
     for step in range(p - 1):
-        dest, source = (r + step + 1) % p, (r - step - 1) % p
+        dest = (r + step + 1) % p
+        source = (r - step - 1) % p
         receives[source] = link.irecv(contributions[source], source)
         sends.append(link.isend(parts[dest], dest))
     total = contributions[0]

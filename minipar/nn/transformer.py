@@ -1,8 +1,8 @@
 """The common part of GPT-2 and Llama: the sizes that others read, and the segments of the model.
 
-Each strategy changes some things of a serial model. Tensor parallelism replaces layers by parallel
-ones, divides each attention's heads, and replaces the two functions that see the whole vocabulary,
-`project` and `criterion`. Where several layers read one input, their block calls `enter` first, and
+parallel/__init__.py lists all that strategies set on a serial model. Tensor parallelism replaces
+layers by parallel ones, divides each attention's heads, and replaces the two functions that see the
+whole vocabulary, `project` and `criterion`. Where several layers read one input, their block calls `enter` first, and
 a layer of experts ends with `leave`: both are `identity` until tensor parallelism fills them.
 Context parallelism replaces each `attention`, and `positions`. Both give `mask_slices` to each
 Dropout that sees a part of an activation. Pipeline parallelism runs a range of `segments` on each

@@ -16,6 +16,7 @@ from minipar.nn.llama import LlamaConfig
 from minipar.nn.moe import MixtralConfig
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel import token_order, tree, ulysses
+from minipar.parallel.guards import is_power_of_two
 from minipar.parallel.pipeline import check as checker
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedule_file import load_csv
@@ -233,7 +234,8 @@ def check_split(config: TrainConfig) -> None:
         token_order.check_length(length, mesh.cp, mesh.cp_order)
     check_shape(shape, mesh.tp, length // mesh.cp if mesh.sequence_parallel else None)
     if mesh.context_parallel == "ulysses":
-        ulysses.check_heads(config.model.heads // mesh.tp, shape.n_kv_head // mesh.tp, mesh.cp)
+        kv_heads = max(1, shape.n_kv_head // mesh.tp)
+        ulysses.check_heads(config.model.heads // mesh.tp, kv_heads, mesh.cp)
 
 
 # ---- sums as trees ---------------------------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ def with_leaves(config: TrainConfig, dp: int) -> TrainConfig:
         config = with_values(config, {"data.microbatches": max(1, config.data.global_batch // dp)})
     tp = config.mesh.tp
     for name, count in (("dp", dp), ("tp", tp), ("microbatches", config.data.microbatches)):
-        if not tree.is_power_of_two(count):
+        if not is_power_of_two(count):
             why = "neighbours are added in pairs, and then the pairs, so it is a power of two"
             raise UsageError(f"--reduction tree with {name} = {count}: {why}")
     leaves = tree.leaf_count(shape_of(config.model), config.model.seq_len)

@@ -32,7 +32,8 @@ SUMS = "--dp --cp --ep --microbatches --tp --reduction --sync-every-microbatch -
 
 def _find(run: RunConfig, name: str) -> Path | None:
     """Return the checkpoint that `--resume` means: DIR or the newest in it; with `auto` that of --save DIR, if any."""
-    auto, directory = run.resume == "auto", str(run.save if run.resume == "auto" else run.resume)
+    auto = run.resume == "auto"
+    directory = str(run.save if auto else run.resume)
     root = Path(directory)
     try:
         if not auto and (STEP.fullmatch(root.name) or (root / MANIFEST).exists()):

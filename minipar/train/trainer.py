@@ -23,7 +23,8 @@ from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.state import gather_state
 from minipar.parallel.tree import TreeSum
 from minipar.train.balance import RouterBalance
-from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, save
+from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags
+from minipar.train.checkpoint import save as write_checkpoint
 from minipar.train.data import Batches, Tokens
 from minipar.train.from_config import (
     apply_strategies,
@@ -73,7 +74,10 @@ class Trainer:
         check_model_state(config, mesh, self.model)
         refuse_export_of_biases(config, self.model)
         strategies, self.executor = apply_strategies(config, mesh, self.model)
-        self.leaves = LeafGradients(strategies) if config.run.reduction == "tree" else None
+        self.leaves: LeafGradients | None = None
+        if config.run.reduction == "tree":
+            exact_norm.check_size(self.size)
+            self.leaves = LeafGradients(strategies)
         self.ddp = strategies.ddp
         self.context = strategies.context
         self.pipeline = strategies.pipeline
@@ -123,7 +127,8 @@ class Trainer:
             start += time.perf_counter() - before
 
             with phase(self.mesh.world, "optimizer"):
-                grad_norm = self._clip_grad_norm(self.config.optimizer.clip_grad or None)
+                limit = self.config.optimizer.clip_grad
+                grad_norm = self._clip_grad_norm(limit if limit != 0 else None)
                 dropped = self.update(step, loss, grad_norm)
                 wait_for_device()
             if self.pipeline is not None:  # outside the phase, because the last stage computes nothing here
@@ -184,7 +189,8 @@ class Trainer:
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
         """Add one microbatch's gradient; return its summed loss.
 
-        The gradient is multiplied by the loss scale / the tokens of the global batch.
+        The gradient is multiplied by the loss scale / the tokens of the global batch, which all ranks
+        know: `ddp.loss` would ask them in each microbatch, and would divide by that microbatch's alone.
         """
         samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
@@ -266,7 +272,7 @@ class Trainer:
             "skipped": self.scaler.skipped,
             "history": [*history, {"step": self.first_step, "flags": run_flags(self.config)}],
         }
-        save(self.mesh.world, directory, step, self.optimizer, header)
+        write_checkpoint(self.mesh.world, directory, step, self.optimizer, header)
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
         """Scale the gradients down to the norm `max_norm`, and return the norm before.
@@ -275,4 +281,4 @@ class Trainer:
         """
         mesh = self.mesh
         clip = clip_grad_norm if self.leaves is None else exact_norm.clip_grad_norm
-        return clip(self.ddp.parameters(), max_norm, self.ddp.shard_comm, mesh.tp, mesh.pp)
+        return clip(self.ddp.parameters(), max_norm, self.ddp.norm_comm, mesh.tp, mesh.pp)

@@ -622,4 +622,59 @@ MISTAKES = [
         "        self.left[name] -= 1\n        [work.wait() for work in self.under_way]\n",
         "leave it under way",
     ),
+    Mistake(
+        "e30",
+        "            self.comm.broadcast(self.matrices[i], who)\n",
+        "            pass\n",
+        "and then sends it to all",
+    ),
+    Mistake(
+        "e30", "total = arrived.sum(0) / d", "total = arrived[self.comm.rank]", "gradient of the owner's own samples"
+    ),
+    Mistake(
+        "e30", "gradient.reshape(mean.shape), mean)", "gradient.reshape(mean.shape), 0 * mean)", "is new in every step"
+    ),
+    Mistake(
+        "e30",
+        "muon_step(self.matrices[i], gradient.reshape(mean.shape), mean)",
+        "blocks = [np.array_split(x, d) for x in (self.matrices[i], gradient.reshape(mean.shape), mean)]; "
+        "[muon_step(*rows) for rows in zip(*blocks) if len(rows[0])]",
+        "its owner needs all of its rows",
+    ),
+    Mistake(
+        "e30",
+        "        order = sum(self.by_owner, [])\n",
+        "        self.all = getattr(self, 'all', [np.zeros(m.shape) for m in self.matrices])\n"
+        "        for m, gradient, mean in zip(self.matrices, gradients, self.all):\n"
+        "            muon_step(m, gradient, mean)\n"
+        "            m[...] = self.comm.all_reduce(m) / self.comm.size\n"
+        "        return\n",
+        "sum the gradients first",
+    ),
+    Mistake(
+        "e30", "for i in self.by_owner[comm.rank]}", "for i in range(len(matrices))}", "keep the means of your own"
+    ),
+    Mistake(
+        "e30",
+        "self.comm.all_to_all(packed, out=arrived, counts=(sends, [mine] * d))",
+        "start = sum(sends[: self.comm.rank]); arrived[...] = 0; "
+        "arrived[0] = self.comm.all_reduce(packed)[start : start + mine]",
+        "send each gradient to its owner alone",
+    ),
+    Mistake("e31", " / comm.size", "", "their mean is asked for"),
+    Mistake(
+        "e31",
+        "comm.all_reduce(own - parameters) / comm.size",
+        "own - parameters; comm.all_reduce(moved.copy())",
+        "your own steps",
+    ),
+    Mistake("e31", "(moved + 0.9 * velocity)", "velocity", "comes on top of the movement"),
+    Mistake("e31", "own - parameters", "parameters - own", "it is added"),
+    Mistake("e31", "0.7 * (", "(", "no outer rate"),
+    Mistake("e31", "velocity *= 0.9", "velocity *= 0", "it keeps 0.9 of the last one"),
+    Mistake("e31", "own = parameters.copy()", "own = parameters", "are lost"),
+    Mistake("e31", "velocity += moved", "velocity += comm.all_reduce(moved.copy()) / comm.size", "nothing else"),
+    Mistake("e31", "local_step(own)", "own = parameters.copy(); local_step(own)", "go on from where"),
+    Mistake("e31", "for _ in range(H)", "for _ in range(H + 1)", "called 2 times, expected 1"),
+    Mistake("e31", "    parameters += ", "    parameters = parameters + ", "in place"),
 ]

@@ -37,8 +37,8 @@ def solution_of(exercise):
     return path.stem, path.read_text()
 
 
-def test_each_of_the_29_exercises_has_a_solution():
-    assert len(names()) == 29
+def test_each_of_the_31_exercises_has_a_solution():
+    assert len(names()) == 31
     assert names() == sorted(path.stem for path in SOLUTIONS.glob("e*.py"))
 
 

@@ -39,12 +39,12 @@ MUTANTS = [
         ("hybrid: sums over replicas are not waited for", "return self.second.wait()", "return None"),
     ),
     *mistakes(
-        "minipar/parallel/groups.py",
+        "minipar/parallel/hybrid.py",
         TESTS,
         (
             "2 bytes: microbatches add up in them",
-            'xp.promote_types(groups[0].parameters[0].dtype, "float32")',
-            "groups[0].parameters[0].dtype",
+            'xp.promote_types(model.parameters()[0].dtype, "float32")',
+            "model.parameters()[0].dtype",
         ),
     ),
     *mistakes(

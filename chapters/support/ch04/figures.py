@@ -1,4 +1,4 @@
-"""Draw for chapter 4: bits (4.2), buckets (4.4), weights of tokens (4.6), scaling (4.7), loss curves (4.8)."""
+"""Draw for chapter 4: bits (4.2), buckets (4.4), weights of tokens (4.6), scaling (4.7), loss curves (4.8, 4.12)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -156,4 +156,25 @@ def plot_losses(curves: Mapping[str, Sequence[float]]) -> Picture:
         axes.plot(range(1, len(losses) + 1), losses, dash, color=colour, label=name)
         axes.set_xticks(range(0, len(losses) + 1, 5))
     finish(axes, legend="upper right", xlabel="step", ylabel="loss (nats per byte)")
+    return figure
+
+
+def plot_local_steps(curves: Mapping[str, Sequence[float]], per_step: Mapping[str, float]) -> Picture:
+    """Draw loss curves of local steps, beside the KiB that a rank sends per step: {name: losses}, {name: bytes}.
+
+    A name that only one of the two has is drawn there alone.
+    """
+    figure = picture(7.5, 3.0)
+    left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": (1.5, 1)})
+    for colour, dash, (name, losses) in zip(LINES, ("-", "--", "-.", ":"), curves.items(), strict=False):
+        left.plot(range(1, len(losses) + 1), losses, dash, color=colour, label=name)
+    steps = max(len(losses) for losses in curves.values())
+    left.set_xticks(range(0, steps + 1, 5))
+    finish(left, legend="upper right", xlabel="step", ylabel="loss (nats per byte)")
+    places, heights = range(len(per_step)), [nbytes / 1024 for nbytes in per_step.values()]
+    right.bar(places, heights, 0.7, color=COLOURS["all_reduce"])
+    for place, height in zip(places, heights, strict=True):
+        note(right, f"{height:,.0f}", (place, height), (0, 4), ha="center", fontsize=8)
+    right.set_xticks(places, list(per_step))
+    finish(right, bars="x", ylim=(0, 1.2 * max(*heights, 0.1)), ylabel="KiB that rank 0 sends per step")
     return figure

@@ -13,7 +13,7 @@ user_layers.py those of a user's own model.
 
 from collections.abc import Callable
 
-from minipar.autograd import LazyGradient, Tensor, embedding, linear
+from minipar.autograd import PendingGradient, Tensor, embedding, linear
 from minipar.autograd.fused import LinearFunction
 from minipar.autograd.rules import Gradients
 from minipar.backend import Array, xp
@@ -109,8 +109,7 @@ class _EnterLinear(LinearFunction):
             wait = self.border.group.start_sum_part(dx, SEQUENCE)
         else:
             wait = self.border.group.start_sum(dx)
-        summed = LazyGradient(lambda out: wait())
-        return summed, dweight, dbias, None, None
+        return PendingGradient(wait), dweight, dbias, None, None
 
 
 def shard_parameter(parameter: Parameter, shard: Shard) -> None:

@@ -1,0 +1,97 @@
+"""Muon of chapter 9: the iteration against the singular value decomposition, and the section's own proofs."""
+
+import numpy as np
+import pytest
+from chapter_code import run_functions, run_section
+
+from chapters.exercises.e30_muon_owners import orthogonalize as of_the_exercise
+from chapters.support.ch09 import stack
+from chapters.support.ch09.muon_figures import plot_owners, plot_spectra
+from chapters.support.predict import predict, reveal
+from minipar.comm import chunk_bounds, run_local
+
+
+def chapter():
+    """Return the chapter's functions of 9.11."""
+    namespace = {"np": np}
+    run_functions("09", ("orthogonalize", "muon"), namespace)
+    return namespace
+
+
+def of_singular_value(value):
+    """Apply the five steps to a singular value."""
+    for _ in range(5):
+        value = 3.4445 * value - 4.7750 * value**3 + 2.0315 * value**5
+    return value
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4), (1, 5)])
+def test_newton_schulz_changes_the_singular_values_alone(shape):
+    matrix = np.random.default_rng(shape).normal(size=shape)
+    u, values, vt = np.linalg.svd(matrix, full_matrices=False)
+    expected = (u * of_singular_value(values / np.linalg.norm(values))) @ vt
+    for orthogonalize in (chapter()["orthogonalize"], of_the_exercise):
+        assert abs(orthogonalize(matrix) - expected).max() < 1e-12
+
+
+def test_singular_values_from_0_003_on_come_near_1():
+    values = of_singular_value(np.linspace(0.003, 1, 100_001))
+    assert 0.68 < values.min() and values.max() < 1.21
+
+
+def test_a_matrix_moves_by_the_orthogonal_matrix_of_its_mean():
+    matrix, gradient, mean = np.zeros((8, 2)), np.eye(8, 2), np.zeros((8, 2))
+    chapter()["muon"](matrix, gradient, mean)
+    assert np.array_equal(mean, 0.05 * gradient)
+    size = 0.02 * 2 * of_singular_value(1 / np.sqrt(2))  # 8 rows over 2 columns: a factor of 2
+    assert abs(matrix + size * gradient).max() < 1e-15
+
+
+def test_the_stacks_gradient_is_that_of_its_loss():
+    flat = stack.initial()
+    loss, gradient = stack.loss_and_gradient(flat, 1, 2, ranks=3)
+    direction = np.random.default_rng(0).normal(size=flat.size)
+    ahead, behind = (stack.loss_and_gradient(flat + way * 1e-6 * direction, 1, 2, 3)[0] for way in (1, -1))
+    assert (ahead - behind) / 2e-6 == pytest.approx(gradient @ direction, rel=1e-7) and loss > 0
+    assert all(np.shares_memory(view, flat) for view in stack.views(flat))
+
+
+@pytest.mark.parametrize(
+    "ranks", [1, 3, pytest.param(2, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)]
+)
+def test_the_section_proves_its_claims_on_threads(ranks):
+    shown = []
+
+    def program(comm):
+        run_section(
+            "09",
+            "9.11",
+            {
+                "comm": comm,
+                "rank": comm.rank,
+                "size": comm.size,
+                "np": np,
+                "chunk_bounds": chunk_bounds,
+                "predict": predict,
+                "reveal": reveal,
+                "say": lambda *words: None,
+                "show": lambda figure, name: shown.append(name),
+            },
+        )
+
+    run_local(ranks, program)
+    assert shown == ["09_spectra", "09_owners"]
+
+
+def test_spectra_are_drawn_as_given():
+    parts, whole, gradient = plot_spectra([3, 4], [1.0, 0.7], [2.0, 0.1]).axes[0].lines
+    assert list(parts.get_ydata()) == [2.0, 0.1] and list(whole.get_ydata()) == [1.0, 0.7]
+    assert list(gradient.get_ydata()) == [0.6, 0.8]
+
+
+def test_each_rank_has_its_bar_and_its_level():
+    axes = plot_owners([1024, 4096], [2048, 2048], [0, 2]).axes[0]
+    assert [bar.get_height() for bar in axes.patches] == [1, 4]
+    assert [text.get_text() for text in axes.texts] == ["owns 0", "owns 2"]
+    (levels,) = axes.collections
+    assert [segment[0][1] for segment in levels.get_segments()] == [2, 2]
