@@ -6,7 +6,7 @@
 #   make lab     LAB="--no-browser --port 9000"    options of JupyterLab
 #   make fuzz    SEED=7 CASES=10000            the inputs of an earlier run, or fewer
 #   make mutants MUTANTS="trainer: --"         the mutants whose names this regular expression finds, and none at random
-#   make mutants SEED=7 RANDOM=300             300 mutants drawn at random with this seed, and none of the list
+#   make mutants SEED="7 8" RANDOM=300         300 mutants drawn at random with each seed, and none of the list
 #   make site-check CHROMIUM=/path/to/chrome   another browser; SCREENSHOTS=out/screenshots keeps a picture of each page
 
 # python3 where it is new enough, else the newest of the versioned names that runs.
@@ -186,13 +186,15 @@ site-check: out/browser/version-$(PLAYWRIGHT)
 	@[ -n "$(CHROMIUM)" ] || { echo "minipar: found no Chromium; name one: make site-check CHROMIUM=/path/to/chrome" >&2; exit 1; }
 	node docs/site/check.mjs out/site out/browser "$(CHROMIUM)" $(SCREENSHOTS)
 
-# Of MathJax's 20 MB what the site loads: the component that reads TeX, its extensions, and its fonts.
+# Of MathJax's 20 MB what the site loads: the components that read and write formulas, and the fonts.
 out/mathjax/version-$(MATHJAX):
 	@$(NEEDS_NPM)
 	@rm -rf out/mathjax && mkdir -p out/mathjax
 	@npm pack --silent --pack-destination out/mathjax mathjax@$(MATHJAX) > /dev/null
 	@tar -xzf out/mathjax/mathjax-$(MATHJAX).tgz -C out/mathjax --strip-components 1 package/LICENSE \
-	    package/es5/tex-mml-chtml.js package/es5/input/tex/extensions package/es5/output/chtml/fonts
+	    package/es5/startup.js package/es5/core.js package/es5/loader.js package/es5/input/tex-base.js \
+	    package/es5/input/tex/extensions package/es5/output/chtml.js package/es5/output/chtml/fonts \
+	    package/es5/a11y/assistive-mml.js
 	@mv out/mathjax/LICENSE out/mathjax/es5/ && rm out/mathjax/*.tgz && touch $@
 
 out/browser/version-$(PLAYWRIGHT):

@@ -344,9 +344,9 @@ if comm.rank == 0:
 # because their order guarantees that all users come first. `run_backward` adds two things. It empties each node after
 # its visit, `node.free()`, which frees what forward saved for it: memory falls while backward goes on. And it sends
 # contributions to leaves before those to nodes. `close_use` adds the gradient of one use. After the last one the leaf's
-# *hooks* run: functions that a strategy has registered. Data parallelism starts to send the gradient there. Two names
-# in the listing come later: a `LazyGradient` is a weight gradient that is computed when it is needed, and `_deferral`
-# is the queue in which it waits (both 1.6).
+# *hooks* run: functions that a strategy has registered. Data parallelism starts to send the gradient there. Three names
+# in the listing come later: a `LazyGradient` is a weight gradient that is computed when it is needed, `_deferral` is
+# the queue in which it waits (both 1.6), and a `PendingGradient` is still on its way from other ranks (chapter 6).
 
 # %%
 from minipar.autograd import backward

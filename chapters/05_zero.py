@@ -554,7 +554,8 @@ if rank == 0:
 # %%
 if rank == 0:
     show_source(Unit.reshard, FSDP.run)
-    show_source(FSDP.pre_forward, FSDP.post_forward, FSDP.pre_backward)
+    show_source(FSDP.pre_forward, FSDP.post_forward, FSDP.pre_backward, FSDP.post_backward)
+    show_source(FSDP.gather, FSDP.free)
 
 # %% [markdown]
 # ## 5.5 The four stages side by side

@@ -338,7 +338,7 @@ say(f"{2 * t} query heads in {t} groups over {t} ranks = one device, with the gr
 # %% [markdown]
 # The gain stays the same on each rank: $a/G$ times fewer keys and values to compute and to keep. With more ranks than
 # groups (the lower part of the picture) several ranks need the *same* head of $k$ and $v$. Problem 7 asks what must
-# happen then. minipar refuses it: `kv-heads/tp` must be an integer.
+# happen then. minipar does it, and prints the placement `Shard(0, copies=2)`.
 #
 # ### In the library
 #
@@ -357,7 +357,7 @@ say(f"{2 * t} query heads in {t} groups over {t} ranks = one device, with the gr
 from chapters.support.ch06.whole_gradients import compare_with_one_device, is_split
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel.placement import Partial, Shard
-from minipar.parallel.tensor.plan import PLAN, TensorParallel, tensor_parallel, tensor_placement
+from minipar.parallel.tensor.plan import PLAN, TensorParallel, sum_together, tensor_parallel, tensor_placement
 
 if rank == 0:
     for name, row in PLAN.items():
@@ -372,7 +372,7 @@ tensor_parallel(model, comm)
 theirs = dict(serial.h[0].named_parameters())
 cuts = {}
 for name, parameter in theirs.items():
-    placement = tensor_placement(name, parameter.shape, rank, t, sequence=False)
+    placement = tensor_placement(name, parameter.shape, a, rank, t, sequence=False)
     if isinstance(placement, Shard):
         cuts[name] = placement.dim, placement.groups
 for name, parameter in model.h[0].named_parameters():
@@ -706,7 +706,7 @@ say(f"bytes with sequence parallelism: {sent_sequence:,}, and without: {sent:,}"
 
 # %%
 if rank == 0:
-    show_source(layers.Border.enter, layers.Border.leave, TensorParallel.sum_partial)
+    show_source(layers.Border.enter, layers.Border.leave, TensorParallel.sum_partial, sum_together)
 
 worst, traffic_sequence = compare_with_one_device(comm, shape, (inputs, targets), sequence=True, dropout=0.3)
 assert worst < 1e-12 and sum(traffic_sequence.values()) == sum(traffic.values())
@@ -919,8 +919,8 @@ if rank == 0:
 # (With the microbatch cut in two halves, one could compute while the other's sums travel.) In backward, at a column
 # layer, everything further down waits for the summed gradient of the input. But the gradient of the *weight*, $X^\top
 # \mathrm{d}Y_r$, needs nothing from others. So: start the all-reduce, compute the weight's gradient, then wait. On
-# plain arrays these are three lines. In the library a `LazyGradient` stands for each result, and autograd computes the
-# weight's gradient before it waits for the input's.
+# plain arrays these are three lines. In the library a `LazyGradient` stands for the weight's gradient and a
+# `PendingGradient` for the input's, and autograd computes the first before it waits for the second.
 
 # %%
 work = comm.all_reduce(dy * slope @ A_r.T, algorithm="ring", async_op=True)
@@ -1138,7 +1138,8 @@ assert copies_sum_to_the_gradient(grouped_attention, tokens_in, ranks=4, heads=8
 # *one* layer sends for its sums in one microbatch, that is little. If it is forgotten the copies get different
 # gradients and drift apart, like LayerNorms with mistake 5 of 6.12, and the check "ranks" would see it. The norm counts
 # the summed gradient once, not twice. The price is memory and work: $k$ and $v$, their matrices, gradients and
-# optimizer state are there $t/G$ times. (In inference there are no gradients. There vLLM copies the heads so.)
+# optimizer state are there $t/G$ times. (In inference there are no gradients. There vLLM copies the heads so.) In the
+# library `kv_copies` is $t/G$, and `sum_partial` sums the copies' gradients with those of `Partial` parameters.
 #
 # </details>
 #

@@ -172,8 +172,8 @@ if rank == 0:
 # | hangs | each rank's last operation (3.10) | a rank that skips a call (3); sends that block (7) |
 # | differs by rounding, more and more | the same in float64 | nothing is wrong (14.4) |
 #
-# Mistakes of one row do not look alike in the loss. Of the 28 mistakes of the museum the loss shows 9, the norm 22,
-# and a comparison of records 26. The other two change no value of the training, and a count of bytes or memory shows
+# Mistakes of one row do not look alike in the loss. Of the 31 mistakes of the museum the loss shows 9, the norm 25,
+# and a comparison of records 29. The other two change no value of the training, and a count of bytes or memory shows
 # them.
 #
 # ## 14.3 The judge: two precisions

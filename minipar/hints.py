@@ -47,6 +47,7 @@ ELSEWHERE = {
     "--batch": "batchsize globalbatchsize trainbatchsize perdevicetrainbatchsize microbatchsize "
     "trainmicrobatchsizepergpu",
     "--data": "datapath dataset trainfile",
+    "--pack": "resetpositionids resetattentionmask eodmaskloss packing samplepacking",
     # the optimizer
     "--lr": "learningrate",
     "--steps": "trainiters maxiters iterations numiterations maxsteps epochs numtrainepochs",
@@ -96,7 +97,7 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     Case and punctuation do not count.
     """
     spelled = {letters(choice): choice for choice in choices}
-    close = difflib.get_close_matches(letters(name), spelled, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(letters(name), spelled, cutoff=0.7)  # the most alike first
     return spelled[close[0]] if close else ""
 
 

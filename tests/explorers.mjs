@@ -4,7 +4,9 @@ import { readFileSync } from "node:fs";
 import { COLOURS } from "../docs/site/static/draw.js";
 import { PRECISIONS, modelState } from "../docs/site/static/memory.js";
 import { SCHEDULES, actionText, explore } from "../docs/site/static/schedules.js";
-import { MODELS, impossible, memory, parameters, volume } from "../docs/site/static/traffic.js";
+import { MODELS, parameters } from "../docs/site/static/models.js";
+import { PLANNED, bubble, closedBubble } from "../docs/site/static/layouts.js";
+import { impossible, memory, volume } from "../docs/site/static/traffic.js";
 
 const ANSWERS = {
   schedule(setting) {
@@ -17,7 +19,7 @@ const ANSWERS = {
     const s = { ...setting, precision: PRECISIONS[setting.precision] };
     const problem = impossible(s);
     if (problem) throw new Error(problem);
-    return { parameters: parameters(s), sent: volume(s), held: memory(s) };
+    return { parameters: parameters(s), sent: volume(s), held: memory(s), bubble: bubble(s), closed: closedBubble(s) };
   },
 };
 
@@ -31,4 +33,4 @@ function answer([kind, setting]) {
 
 const settings = JSON.parse(readFileSync(0, "utf8"));
 const write = (key, value) => (typeof value === "bigint" ? String(value) : value);
-console.log(JSON.stringify({ COLOURS, PRECISIONS, SCHEDULES, MODELS, answers: settings.map(answer) }, write));
+console.log(JSON.stringify({ COLOURS, PRECISIONS, SCHEDULES, PLANNED, MODELS, answers: settings.map(answer) }, write));

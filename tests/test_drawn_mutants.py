@@ -11,11 +11,13 @@ from mutants.drawn import (
     NO_TEST,
     Outcome,
     changes_of,
+    check_listed,
     chosen_for,
     code,
     difference,
     draw,
     every_change,
+    groups_of,
     line_number,
     listed,
     of_package,
@@ -25,12 +27,14 @@ from mutants.drawn import (
     rounds,
     run,
     share,
+    source,
+    with_mistakes,
     with_reason,
     wrong_entries,
 )
 from mutants.first_failure import HANGS
 from mutants.judge import CAUGHT, SURVIVED
-from mutants.lines import MeasuredTest
+from mutants.lines import MeasuredTest, moves
 from mutants.operators import Change, changes, is_other_code
 from mutation import ROOT
 
@@ -84,6 +88,7 @@ def test_these_are_all_the_mistakes_of_the_function():
         "x = f'{3 + 4}'",
         "x = 'a' + name",
         "error = UsageError(3, code=4)",
+        "def f():\n    import torch\n    x = 3",
     ],
 )
 def test_texts_annotations_and_messages_are_left_alone(source):
@@ -185,6 +190,15 @@ def test_tests_that_name_the_module_come_first():
     assert rounds(Change("minipar/errors.py", "compare", 0, 1, "", (5,)), files)[0] == ["tests/test_errors.py"]
 
 
+def test_measured_lines_are_found_again_in_changed_code():
+    """Lines count from 1, as bits do from 0; a new line belongs to those around it."""
+    old = ["a", "b", "c", "d"]
+    assert moves(old, old) == [0, 1 << 1, 1 << 2, 1 << 3, 1 << 4]
+    assert moves(old, ["a", "new", "b", "C", "d"]) == [0, 0b110, 0b1100, 1 << 4, 1 << 5]
+    assert moves(old, ["b", "d"]) == [0, 0, 1 << 1, 0, 1 << 2]
+    assert moves(old, []) == [0] * 5
+
+
 def test_no_lines_are_measured_that_a_mutant_does_not_need(condition, tmp_path):
     def one_round(change):
         yield [MeasuredTest("tests/nn/test_module.py", 1.0, {change.file: 1 << line_number(change)})]
@@ -251,6 +265,34 @@ def test_a_listed_mutant_runs_and_its_entry_can_be_wrong(condition, tmp_path, te
     messages = wrong_entries([found])
     assert len(messages) == wrong
     assert all("nn/guards.py" in message and found.note in message for message in messages)
+
+
+def test_mistakes_of_one_tree_are_all_in_it(tmp_path):
+    """Several in one file too, where each but the last moves the others."""
+    every = [each for each in every_change("minipar/nn/guards.py") if each.operator == "deleted_statement"]
+    group, alone = groups_of([*every, every[0]])
+    assert group == every and alone == every[:1]
+    elsewhere = every_change("minipar/errors.py")[0]
+    tree = with_mistakes([*group, elsewhere], tmp_path / "tree")
+    text = (tree / every[0].file).read_text(encoding="utf-8")
+    assert sum(isinstance(node, ast.Pass) for node in ast.walk(ast.parse(text))) == len(every) > 5
+    assert (tree / elsewhere.file).read_text(encoding="utf-8") == elsewhere.apply(source(elsewhere.file))
+
+
+@pytest.mark.parametrize(("outcome", "trees"), [(SURVIVED, 1), (CAUGHT, 3)])
+def test_listed_mutants_run_alone_only_if_a_test_fails(condition, outcome, trees, tmp_path, monkeypatch):
+    other = next(each for each in every_change(condition.file) if line_number(each) > line_number(condition))
+    tests = [MeasuredTest("a test", 1.0, {condition.file: 1 << line_number(each)}) for each in (condition, other)]
+    ran = []
+
+    def run_tests(tree, chosen):
+        ran.append((tree / condition.file).read_text(encoding="utf-8"))
+        return outcome, "a test"
+
+    monkeypatch.setattr(mutants_drawn, "run_with_deadlines", run_tests)
+    noticed = check_listed([condition, other], lambda _: [tests], 1, tmp_path)
+    assert len(ran) == trees and all(condition.new in text for text in ran[:2])
+    assert [each.outcome for each in noticed] == [outcome] * (trees - 1)
 
 
 def test_the_list_never_turns_a_caught_mutant_into_another(drawn):

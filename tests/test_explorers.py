@@ -18,7 +18,7 @@ from minipar.errors import UsageError
 from minipar.parallel.memory import FLOAT32, FLOAT64, model_state
 from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from minipar.plan.layout import PRECISIONS, Layout
+from minipar.plan.layout import PRECISIONS, Layout, check_layout
 from minipar.plan.model import MODELS, ModelShape
 from minipar.plan.rank_bytes import memory, volume
 from minipar.plan.search import schedules
@@ -27,7 +27,7 @@ from visualize.schedule import live_activations
 from visualize.style import COLOURS
 
 NODE = shutil.which("node")
-DRAWN = [name for name in SCHEDULES if name != "dualpipev"]  # whose pairs the explorers do not know
+PLANNED = [name for name in SCHEDULES if name != "dualpipev"]  # whose pairs the planner does not know
 pytestmark = pytest.mark.skipif(NODE is None, reason="the explorers are JavaScript, and there is no node to run them")
 
 SETTINGS = int(os.environ.get("MINIPAR_EXPLORER_SETTINGS", "100"))
@@ -44,8 +44,8 @@ WIDTHS = {
 
 def random_schedule(rng):
     """Times are eighths, also after the division by v, so that every sum of them is exact."""
-    name, v = rng.choice(DRAWN), rng.randint(1, 4)
-    stages = {"interleaved-1f1b": v, "zbv": 2}.get(name, 1)
+    name, v = rng.choice(list(SCHEDULES)), rng.randint(1, 4)
+    stages = {"interleaved-1f1b": v, "zbv": 2, "dualpipev": 2}.get(name, 1)
     forward, backward, weights = (stages * rng.randint(0, 24) / 8 for _ in range(3))
     p = rng.randint(1, 9)
     m = rng.choice([rng.randint(1, 20), p * rng.randint(1, 3)])
@@ -71,20 +71,33 @@ def random_layout(rng):
 
     heads, tp, pp = seldom(rng.randint(1, 99), rng.choice([24, 48, 96])), rng.choice([1, 2, 3, 4, 8]), rng.randint(1, 8)
     length = rng.choice([16, 1000, 2048, 8192])
+    experts = rng.choice([0, 0, 8])
+    biases = experts == 0 and rng.random() < 0.5
     return {
         "layers": seldom(rng.randint(1, 20), 2 * pp * rng.randint(1, 8) + rng.choice([0, 0, 1])),
         "h": seldom(rng.randint(1, 20000), heads * rng.randint(1, 200)),
         "heads": heads,
+        "groups": seldom(rng.randint(1, 99), rng.choice([heads, 24, 8 if tp != 3 else 24])),
+        "inner": rng.randint(1, 60000),
+        "gated": rng.random() < 0.5,
+        "tied": rng.random() < 0.5,
+        "biases": biases,
+        "normBiases": rng.random() < 0.5,
+        "experts": experts,
+        "topK": rng.randint(1, 8) if experts else 1,
         "vocab": rng.randint(2, 300000),
-        "positions": rng.choice([length, 2 * length]),
+        "positions": rng.choice([0, length, 2 * length]),
         "T": length,
         "dp": rng.choice([1, 2, 3, 8, 64, 1000]),
         "tp": tp,
         "pp": pp,
-        "schedule": rng.choice(DRAWN) if pp > 1 else "1f1b",
+        "cp": rng.choice([1, 1, 2, 4]),
+        "context": rng.choice(["ring", "all-gather", "ulysses"]),
+        "ep": seldom(2, rng.choice([1, 2, 4, 8]) if experts else 1),
+        "schedule": rng.choice(PLANNED) if pp > 1 else "1f1b",
         "v": rng.randint(1, 4),
         "b": rng.choice([1, 2, 4, 7]),
-        "m": seldom(rng.randint(1, 7), pp * rng.choice([1, 2, 8, 33])),
+        "m": seldom(rng.randint(1, 7), pp * rng.choice([1, 2, 8])),
         "sequenceParallel": seldom(True, tp > 1 and rng.random() < 0.5),
         "zero": rng.randint(0, 3),
         "recompute": rng.choice(["none", "selective", "full"]),
@@ -114,29 +127,52 @@ def state_answer(psi, d, stage, precision, accumulating):
     return {kind: Fraction(getattr(state, kind)) for kind in ("parameters", "gradients", "optimizer")}
 
 
-def layout_answer(layers, h, heads, vocab, positions, T, precision, b, m, v, sequenceParallel, **choices):
+SHAPE = {
+    "layers": "layers",
+    "hidden": "h",
+    "heads": "heads",
+    "kv_heads": "groups",
+    "vocab_size": "vocab",
+    "positions": "positions",
+    "ffn": "inner",
+    "gated": "gated",
+    "tied": "tied",
+    "biases": "biases",
+    "norm_biases": "normBiases",
+    "top_k": "topK",
+}
+CHOICES = ("dp", "tp", "pp", "cp", "ep", "schedule", "zero", "recompute", "attention")
+
+
+def layout_answer(**setting):
     """UsageError where the search of the planner would not look: see `layouts` in minipar/plan/search.py."""
-    model = ModelShape(layers=layers, hidden=h, heads=heads, vocab_size=vocab, positions=positions)
-    pp, tp, name = choices["pp"], choices["tp"], choices["schedule"]
-    stages = v if name == "interleaved-1f1b" else 1
-    enough = {"interleaved-1f1b": m % pp == 0 and pp * stages <= layers, "zbv": layers % (2 * pp) == 0}
-    fits = enough.get(name, (name, 1) in schedules(model, pp, m, name if pp > 1 else None))
-    if heads % tp or pp > layers or (sequenceParallel and tp == 1) or not fits:
-        raise UsageError("no such layout")
+    sizes = {field: setting[name] for field, name in SHAPE.items()}
+    model = ModelShape(**sizes, experts=setting["experts"] or None)
+    pp, m, name = setting["pp"], setting["m"], setting["schedule"]
+    stages = setting["v"] if name == "interleaved-1f1b" and pp > 1 else 1
     layout = Layout(
-        microbatch=b,
+        microbatch=setting["b"],
         microbatches=m,
         virtual_stages=stages,
-        sequence_parallel=sequenceParallel,
-        precision=WIDTHS[precision],
-        **choices,
+        sequence_parallel=setting["sequenceParallel"],
+        precision=WIDTHS[setting["precision"]],
+        context_parallel=setting["context"] if setting["cp"] > 1 else "ring",
+        **{choice: setting[choice] for choice in CHOICES},
     )
-    sent, held = volume(model, layout, T), memory(model, layout, T)
+    length = setting["T"]
+    check_layout(model, layout, layout.gpus, layout.dp * layout.microbatch * m, length)
+    enough = {"interleaved-1f1b": m % pp == 0 and pp * stages <= model.layers, "zbv": model.layers % (2 * pp) == 0}
+    fits = enough.get(name, (name, 1) in schedules(model, pp, m, name if pp > 1 else None))
+    if (layout.sequence_parallel and layout.tp == 1) or not (fits or pp == 1):
+        raise UsageError("no such layout")
+    sent, held = volume(model, layout, length), memory(model, layout, length)
+    pipeline = simulate(make(name, pp, m, stages if name == "interleaved-1f1b" else None)) if pp > 1 else None
     return {
         "parameters": model.parameters,
-        "sent": {axis: getattr(sent, axis) for axis in ("tp", "pp", "dp")},
+        "sent": {axis: getattr(sent, axis) for axis in ("tp", "pp", "dp", "cp", "ep")},
         "held": {kind: getattr(held, kind) for kind in ("parameters", "gradients", "optimizer")}
         | {"activations": held.activations, "buffers": held.buffers},
+        "bubble": float(pipeline.bubble_fraction) if pipeline else 0,
     }
 
 
@@ -189,7 +225,9 @@ def as_python(kind, answer):
 def test_explorers_compute_what_python_computes(page, kind):
     answers = [as_python(kind, answer) for answer in page["answers"][kind]]
     for setting, answer in zip(settings(kind), answers, strict=True):
+        closed = answer.pop("closed", None) if isinstance(answer, dict) else None
         assert answer == python_answer(kind, setting), setting
+        assert closed is None or closed == pytest.approx(answer["bubble"], rel=1e-12), setting
     assert sum(answer != "impossible" for answer in answers) > SETTINGS / 2
 
 
@@ -201,11 +239,14 @@ def test_explorers_refuse_what_cannot_be(page):
 
 
 def test_explorers_have_the_names_and_sizes_of_the_library(page):
-    assert page["SCHEDULES"] == DRAWN
+    assert page["SCHEDULES"] == list(SCHEDULES)
+    assert page["PLANNED"] == PLANNED
     assert page["PRECISIONS"] == {name: vars(precision) for name, precision in WIDTHS.items()}
     for name, sizes in page["MODELS"].items():
         model = MODELS[name]
-        assert sizes == [model.layers, model.hidden, model.heads, model.vocab_size, model.positions]
+        shape = {field: getattr(model, field) for field in SHAPE} | {"kv_heads": model.groups, "ffn": model.inner}
+        assert {field: sizes[key] for field, key in SHAPE.items()} == shape
+        assert sizes["experts"] == (model.experts or 0)
 
 
 def test_explorers_have_the_colours_of_the_pictures(page):

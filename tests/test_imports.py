@@ -99,7 +99,7 @@ ZERO = ("zero", "zero_optimizer", "fsdp", "shards")
 METHODS = {"context": "ulysses"}  # one of its methods has a file of its own
 
 # What `import minipar.parallel.ddp` loads of minipar. Docstrings with at most 100 columns have more lines.
-MOST_MODULES, MOST_LINES = 44, 6732
+MOST_MODULES, MOST_LINES = 46, 6987
 
 
 def imported(source: str, package: str) -> set[str]:

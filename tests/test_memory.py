@@ -4,12 +4,15 @@ peak is what tracemalloc measures. And one about malloc: what an array leaves, t
 
 import ctypes
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from launcher import run_mpi
 from training import config_for, trainer_for
 
+from minipar import backend
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, _recording, enter, hold
 from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
@@ -297,3 +300,26 @@ def test_freed_arrays_are_used_again_without_page_faults():
     result = run_mpi(1, FAULTS, timeout=30)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) < 32
+
+
+@pytest.mark.parametrize("accepts", [0, 1])
+def test_malloc_keeps_what_the_c_library_accepts(accepts, monkeypatch):
+    """The names of <malloc.h> are numbers: -1 is the threshold of trimming, -3 that of a map of its own."""
+    asked = []
+
+    def mallopt(parameter, value):
+        asked.append((parameter, value))
+        return accepts
+
+    monkeypatch.setattr(backend.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    backend.prepare_process()
+    assert asked == [(-1, -1), (-3, 2**30), (-3, 32 * 2**20)][: 3 - accepts]
+
+
+@pytest.mark.parametrize("variable", ["OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_the_number_of_threads_is_the_users_if_one_is_set(variable, monkeypatch):
+    for each in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(each, raising=False)
+    assert not isinstance(backend.one_blas_thread(), nullcontext)
+    monkeypatch.setenv(variable, "2")
+    assert isinstance(backend.one_blas_thread(), nullcontext)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache
 
 from matplotlib.axes import Axes
 from matplotlib.legend_handler import HandlerTuple
@@ -32,7 +32,7 @@ HALO = 1.2  # points around a number
 Box = tuple[float, float, str, str]  # start, end, colour, the number inside
 
 
-@lru_cache(10_000)
+@cache
 def action_of(name: str) -> Action | None:
     """Parse the computation that a slice of a trace is named by, as in "2F0"; None for any other name."""
     try:

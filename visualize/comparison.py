@@ -12,12 +12,12 @@ from matplotlib.patches import Patch
 
 from minipar.errors import UsageError
 
-from .style import BLUE, INK, NOT_A_ROW, VERMILION, YELLOW, Picture, number, picture, read_json
+from .style import BLUE, INK, NOT_A_ROW, VERMILION, Picture, number, picture, read_json
 
 EQUAL, NOT_FINITE = "#D0D0D0", "#7B2D8B"
 OCTAVES = 3  # the colours end at 1/8 and at 8
 MOST_NAMES = 60  # more names than that cannot be read below one another
-RATIOS = LinearSegmentedColormap.from_list("ratio", [BLUE, "#8EC6EA", YELLOW, "#F0A070", VERMILION])
+RATIOS = LinearSegmentedColormap.from_list("ratio", [BLUE, "#8EC6EA", "white", "#F0A070", VERMILION])
 
 Ratios = Mapping[int, Mapping[str, float | None]]  # by step and parameter; None: equal, nan: not finite in A or B
 TEXTS = {"Infinity": math.inf, "NaN": math.nan}  # JSON has no such numbers

@@ -118,7 +118,7 @@ LedgerMoment = tuple[str, Sequence[int]]  # phase, bytes of each of KINDS
 NARROWEST = 0.25  # of all moments: room for a phase's name
 
 
-def read_ledger(path: str, rank: int = 0) -> Sequence[LedgerMoment]:
+def read_ledger(path: str, rank: int) -> Sequence[LedgerMoment]:
     """Read one rank's moments from a file of `minipar.train --memory`. UsageError for another file or rank."""
     data, foreign = read_json(path), "not written by minipar.train --memory"
     if not isinstance(data, dict) or not isinstance(data.get("ranks"), list) or not data["ranks"]:

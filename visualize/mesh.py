@@ -15,31 +15,18 @@ from matplotlib.patheffects import withStroke
 
 from minipar.errors import UsageError
 
-from .style import (
-    BLUE,
-    GREEN,
-    INK,
-    ORANGE,
-    PAPER,
-    PURPLE,
-    YELLOW,
-    Picture,
-    at_lightness,
-    byte_label,
-    byte_unit,
-    picture,
-)
+from .style import AXIS_COLOURS, INK, PAPER, Picture, byte_label, byte_unit, picture
 from .timeline import Trace, coordinates
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first, as in minipar.comm.mesh
-# By axis, fastest first; ep is among the ranks of dp and cp. Lightness 46, 8, 88, 71 and 25, and a pattern each: told
+# By axis, fastest first; ep is among the ranks of dp and cp. Lightness 65, 8, 88, 32 and 48, and a pattern each: told
 # apart in grey, and with no colour at all.
 LOOKS: dict[str, tuple[str, Any]] = {
-    "tp": (BLUE, "-"),
-    "cp": (at_lightness(GREEN, 8), (0, (5.0, 1.0, 1.0, 1.0))),
-    "ep": (at_lightness(YELLOW, 88), (0, (4.0, 1.5))),
-    "dp": (ORANGE, (0, (2.4, 1.0))),
-    "pp": (at_lightness(PURPLE, 25), (0, (1.0, 1.0))),
+    "tp": (AXIS_COLOURS["tp"], "-"),
+    "cp": (AXIS_COLOURS["cp"], (0, (5.0, 1.0, 1.0, 1.0))),
+    "ep": (AXIS_COLOURS["ep"], (0, (4.0, 1.5))),
+    "dp": (AXIS_COLOURS["dp"], (0, (2.4, 1.0))),
+    "pp": (AXIS_COLOURS["pp"], (0, (1.0, 1.0))),
 }
 NAMES = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "dp": "data parallel"}
 NAMES |= {"pp": "pipeline"}

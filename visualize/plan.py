@@ -13,18 +13,16 @@ from matplotlib.axes import Axes
 from minipar.errors import UsageError
 
 from .style import (
+    AXIS_COLOURS,
     BLUE,
     DARK,
     GREEN,
     GREY,
-    INDIGO,
     INK,
     NOT_A_ROW,
     ORANGE,
-    PURPLE,
     SKY,
     VERMILION,
-    WINE,
     YELLOW,
     Picture,
     number,
@@ -37,12 +35,19 @@ from .style import (
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 # Parts of a step's time and of memory, from the bottom of a bar to its top. Only the optimizer is part of both.
-TIME = {"compute": SKY, "tp": PURPLE, "pp": VERMILION, "dp": WINE, "bubble": GREY, "optimizer": GREEN}
+TIME = {
+    "compute": SKY,
+    "tp": AXIS_COLOURS["tp"],
+    "pp": AXIS_COLOURS["pp"],
+    "dp": AXIS_COLOURS["dp"],
+    "bubble": GREY,
+    "optimizer": GREEN,
+}
 MEMORY = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "activations": YELLOW, "buffers": DARK}
 HATCHES = {"tp": "////", "pp": "....", "bubble": "xxxx"}  # of parts of time whose colours are alike in grey
 AXES = ("dp", "cp", "ep", "tp", "pp")
 # Where no mesh has context or expert parallelism, its axis and its part of the time are not drawn.
-OPTIONAL = {"cp": INDIGO, "ep": YELLOW}
+OPTIONAL = {axis: AXIS_COLOURS[axis] for axis in ("cp", "ep")}
 TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 MEMORY_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
@@ -93,7 +98,8 @@ def plot_plan(search: dict[str, Any]) -> Picture:
     time, memory, both = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 1))
     every = (*plans, *search["meshes"])
     axes = [axis for axis in AXES if axis not in OPTIONAL or any(mesh.get(axis, 1) > 1 for mesh in every)]
-    parts = {"compute": SKY, "tp": PURPLE} | {axis: OPTIONAL[axis] for axis in axes if axis in OPTIONAL} | TIME
+    first = {"compute": TIME["compute"], "tp": TIME["tp"]}
+    parts = first | {axis: OPTIONAL[axis] for axis in axes if axis in OPTIONAL} | TIME
     seconds = _unit((plan["seconds"]["total"] for plan in plans), TIME_UNITS)
     held = _unit((mesh["memory_bytes"] for mesh in search["meshes"]), MEMORY_UNITS)
     _bars(time, plans, "seconds", seconds[1], parts, axes)

@@ -136,7 +136,7 @@ def live_activations(slots: Sequence[Slot]) -> list[tuple[Time, int]]:
     return list(steps.items())
 
 
-def gallery(p: int = 4, m: int = 8, durations: Durations | None = None) -> dict[str, Timeline]:
+def gallery(p: int, m: int, durations: Durations | None = None) -> dict[str, Timeline]:
     """Simulate every schedule of p ranks and m microbatches for one model: `durations` (1 each) of a rank's layers.
 
     A stage of a schedule with v stages per rank takes 1/v of them. Schedules that do not exist for p and m are left

@@ -9,7 +9,7 @@ import os
 import stat
 import warnings
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     return {name: COLOURS.get(name) or (free.pop(0) if free else GREY) for name in names}
 
 
-@lru_cache(1000)
+@cache
 def lightness(colour: str) -> float:
     """Compute CIE L*, a colour's lightness in greyscale: 0 (black) to 100 (white)."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
@@ -71,7 +71,7 @@ def lightness(colour: str) -> float:
     return 116 * y ** (1 / 3) - 16 if y > 216 / 24389 else y * 24389 / 27
 
 
-@lru_cache(1000)
+@cache
 def at_lightness(colour: str, target: float) -> str:
     """Mix a colour with black or with white until its lightness is `target`."""
     end = 0.0 if target < lightness(colour) else 1.0
@@ -90,6 +90,16 @@ def at_lightness(colour: str, target: float) -> str:
 def ink_on(colour: str) -> str:
     """Choose the colour of text that can be read on `colour`."""
     return "white" if lightness(colour) < 55 else INK
+
+
+# The mesh axes, with lightnesses that differ in grey. None is the colour of a kind of memory.
+AXIS_COLOURS = {
+    "tp": at_lightness(PURPLE, 65),
+    "cp": at_lightness(GREEN, 8),
+    "ep": at_lightness(YELLOW, 88),
+    "dp": WINE,
+    "pp": at_lightness(VERMILION, 48),
+}
 
 
 class Picture(Figure):

@@ -47,7 +47,7 @@ def messages_of(ranks: int, run: Callable[[Communicator], Any]) -> tuple[list[tu
     isend = ThreadTransport.isend
 
     def recording(transport: ThreadTransport, array: np.ndarray, dest: int, tag: int, owner: Any) -> Any:
-        log.append((transport.rank, dest, array.copy()))
+        log.append((transport.ranks[transport.rank], transport.ranks[dest], array.copy()))  # also in a group
         return isend(transport, array, dest, tag, owner)
 
     with patch.object(ThreadTransport, "isend", recording):

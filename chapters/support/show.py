@@ -1,18 +1,20 @@
 """Output of the chapters: inline in a notebook; from a script text on the terminal and pictures under out/.
 
-A script also prints its title, its question and the heading of each section, before the first output of that section.
+A script also prints its title, its question, and the heading and first sentence of each section, before the first
+output of that section.
 """
 
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 OUT = Path("out")
-RULE = "-" * 100
+WIDTH = 100  # columns
+RULE = "-" * WIDTH
 SOURCE_STYLE = (
     "white-space: pre; overflow-x: auto; overflow-wrap: normal; word-break: normal; font-family: monospace; "
     "font-size: 13px; line-height: 1.35; color: #222222; background: #F8F8F8; padding: 6px; margin: 0"
@@ -34,11 +36,20 @@ def printer(rank: int) -> Callable[..., None]:
 
     def print_below_headings(*words: object, **options: Any) -> None:
         print_headings()
-        print(*words, **options)
+        text = str(options.pop("sep", " ")).join(map(str, words))
+        print("\n".join(map(wrapped, text.split("\n"))), **options)
 
     if rank > 0:
         return lambda *words, **options: None
     return print if in_notebook() else print_below_headings
+
+
+def wrapped(line: str) -> str:
+    """Wrap a sentence that is longer than a terminal's line; a line with columns stays as it is."""
+    if len(line) <= WIDTH or "  " in line.strip():
+        return line
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(line, WIDTH, initial_indent="", subsequent_indent=indent + "  ", break_long_words=False)
 
 
 def show(figure: Any, name: str) -> None:
@@ -111,10 +122,39 @@ def headings(script: str) -> Iterator[tuple[int, str]]:
         heading = re.match("# (#{1,3}) (.*)", line)
         if markdown and heading:
             text = _plain(heading[2])
-            question = takewhile(lambda line: line != "#", lines[number + 1 :]) if heading[1] == "#" else ()
-            yield number, "\n".join(["", text, UNDERLINES[heading[1]] * len(text), *map(_plain, question)])
+            words = [_question(lines[number:])] if heading[1] == "#" else [_first_sentence(lines[number:])]
+            yield number, "\n".join(["", text, UNDERLINES[heading[1]] * len(text), *filter(None, words)])
+
+
+def _paragraphs(lines: list[str]) -> Iterator[str]:
+    """Yield the paragraphs of a markdown cell, each on one line, up to the next heading or the end of the cell."""
+    words: list[str] = []
+    for line in lines:
+        if not line.startswith("#") or line.startswith(("# %%", "# #")):
+            break
+        if line == "#":
+            yield " ".join(words)
+            words = []
+        else:
+            words.append(_plain(line))
+    yield " ".join(words)
+
+
+def _question(lines: list[str]) -> str:
+    """Return a chapter's question: its first paragraph."""
+    return textwrap.fill(next(filter(None, _paragraphs(lines)), ""), WIDTH)
+
+
+def _first_sentence(lines: list[str]) -> str:
+    """Return the first sentence of a section, without the line that says how long it takes, wrapped."""
+    for paragraph in _paragraphs(lines):
+        if re.match(r"(Core|Deeper|Predict|Prediction)\b|[|!<\d-]", paragraph) or not paragraph:
+            continue
+        return textwrap.fill(re.split(r"(?<=[a-z)\]][.?]) (?=[A-Za-z])", paragraph)[0], WIDTH)
+    return ""
 
 
 def _plain(line: str) -> str:
     """Remove Markdown's and TeX's marks from a line of a comment."""
-    return re.sub(r"^# |[`$*]", "", line)
+    without_marks = re.sub(r"^# |[`$*]", "", line)
+    return re.sub(r"\\(?:text|mathrm)\{([^}]*)\}|\\([A-Za-z]+)|\\,", r"\1\2", without_marks)

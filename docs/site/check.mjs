@@ -1,6 +1,8 @@
 // Open every page of the site in Chromium without a network, and fail on anything that a reader would see broken:
-// errors on the console, requests to other hosts, files that are missing, pictures that do not load, formulas that are
-// not rendered, explorers that do not react, a search that finds nothing. Run by `make site-check`.
+// errors on the console, requests to other hosts, files that are missing, pictures that do not load or have no sentence
+// that describes them, formulas that are not rendered, code and tables that are cut on a wide or on a narrow screen,
+// marks that can hardly be seen in light or in dark, controls that do nothing, a search that finds nothing, pages that
+// are too heavy. Run by `make site-check`.
 //
 //     node check.mjs SITE FOLDER_OF_PLAYWRIGHT CHROMIUM [SCREENSHOTS]
 
@@ -8,9 +10,13 @@ import { mkdirSync, readFileSync, readdirSync } from "node:fs";
 import { createServer } from "node:http";
 import { createRequire } from "node:module";
 import { extname, join, resolve } from "node:path";
+import { buttonFaults, contentFaults, contrastFaults, controlFaults, cutFaults } from "./checks.mjs";
 
 const [site, packages, executablePath, screenshots] = process.argv.slice(2);
 const { chromium } = createRequire(resolve(packages, "index.js"))("playwright-core");
+
+let problems = [];
+let weight = 0; // bytes served since the page was opened
 
 const TYPES = {
   ".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".json": "application/json",
@@ -20,6 +26,7 @@ const server = createServer((request, response) => {
   const path = decodeURIComponent(new URL(request.url, "http://site").pathname);
   try {
     const body = readFileSync(join(site, path));
+    weight += body.length;
     response.writeHead(200, { "content-type": TYPES[extname(path)] ?? "application/octet-stream" }).end(body);
   } catch {
     response.writeHead(404).end();
@@ -28,27 +35,11 @@ const server = createServer((request, response) => {
 await new Promise((listening) => server.listen(0, "127.0.0.1", listening));
 const home = `http://127.0.0.1:${server.address().port}/`;
 
-// ---- one page -------------------------------------------------------------------------------------------------------
+const WIDTHS = [1400, 390];
+const THEMES = ["light", "dark"];
+const MOST_BYTES = 2.5e6; // of a page with all that it loads
 
-// What is wrong with the page that is open, by its own content.
-function faults() {
-  const found = [];
-  for (const image of document.querySelectorAll("img")) {
-    if (!image.complete || !image.naturalWidth) found.push(`picture ${image.src} does not load`);
-  }
-  const errors = document.querySelectorAll("mjx-merror, .math:not(:has(mjx-container))");
-  for (const formula of errors) found.push(`formula not rendered: ${formula.textContent.slice(0, 80)}`);
-  // Text outside of code with $...$ or TeX commands is a formula that was not recognized.
-  const walker = document.createTreeWalker(document.querySelector("article") ?? document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const { data, parentElement } = walker.currentNode;
-    if (parentElement.closest("pre, code, script, style, mjx-container")) continue;
-    if (/\$[^$\n]+\$|\\(frac|sum|cdot|times|left|begin|text)\b/.test(data)) {
-      found.push(`raw TeX: ${data.trim().slice(0, 80)}`);
-    }
-  }
-  return found;
-}
+// ---- one page -------------------------------------------------------------------------------------------------------
 
 // Wait for the pictures, also for those below the fold, and for the formulas.
 async function settled(page) {
@@ -60,23 +51,35 @@ async function settled(page) {
   });
 }
 
-// ---- explorers and search -------------------------------------------------------------------------------------------
-
-async function explorerFaults(page) {
-  const found = [];
-  for (const [id, field, change] of [["schedule", "m", "12"], ["memory", "d", "7"], ["layout", "dp", "5"]]) {
-    const result = page.locator(`#${id}-explorer .explorer-result`);
-    const input = page.locator(`#${id}-explorer [name=${field}]`);
-    const before = await result.innerHTML();
-    if (!before.includes("<svg")) found.push(`the ${id} explorer draws nothing`);
-    await input.fill(change);
-    if ((await result.innerHTML()) === before) found.push(`the ${id} explorer does not react to ${field} = ${change}`);
-    await input.fill("-1");
-    if (!(await result.locator(".explorer-error").count())) found.push(`the ${id} explorer accepts ${field} = -1`);
-    await input.fill(change);
+async function faultsInAllLooks(page) {
+  const found = await page.evaluate(contentFaults);
+  for (const theme of THEMES) {
+    await page.evaluate((name) => { document.documentElement.dataset.theme = name; }, theme);
+    for (const width of WIDTHS) {
+      await page.setViewportSize({ width, height: 900 });
+      const faults = [...(await page.evaluate(cutFaults)), ...(await page.evaluate(contrastFaults))];
+      found.push(...faults.map((fault) => `${width} px, ${theme}: ${fault}`));
+    }
   }
+  await page.setViewportSize({ width: WIDTHS[0], height: 900 });
+  await page.evaluate(() => { document.documentElement.dataset.theme = "light"; });
   return found;
 }
+
+// A picture of the page in each look, in the folder of screenshots.
+async function photograph(page, path) {
+  mkdirSync(screenshots, { recursive: true });
+  for (const theme of THEMES) {
+    await page.evaluate((name) => { document.documentElement.dataset.theme = name; }, theme);
+    for (const width of WIDTHS) {
+      await page.setViewportSize({ width, height: 900 });
+      const file = join(screenshots, `${path.replaceAll("/", "_")}.${width}.${theme}.png`);
+      await page.screenshot({ path: file, fullPage: true, timeout: 120000 });
+    }
+  }
+}
+
+// ---- search ---------------------------------------------------------------------------------------------------------
 
 const SEARCHES = ["microbatch", "all_reduce"];
 
@@ -86,6 +89,10 @@ async function searchFaults(page) {
     await page.goto(`${home}search.html?q=${word}`);
     await page.locator("#search-results li").first().waitFor({ timeout: 20000 })
       .catch(() => found.push(`the search for ${word} finds nothing`));
+    await page.locator("#search-results p.context").first().waitFor({ timeout: 20000 });
+    const excerpts = await page.locator("#search-results p.context").allTextContents();
+    const menus = excerpts.filter((excerpt) => /System Settings|Light Dark/.test(excerpt));
+    if (menus.length) found.push(`the search for ${word} shows menus: ${menus[0].trim().slice(0, 60)}`);
   }
   return found;
 }
@@ -93,39 +100,48 @@ async function searchFaults(page) {
 // ---- all pages ------------------------------------------------------------------------------------------------------
 
 const browser = await chromium.launch({
-  executablePath, args: ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"],
+  executablePath,
+  args: ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"],
+  ignoreDefaultArgs: ["--hide-scrollbars"],
 });
-const context = await browser.newContext({ viewport: { width: 1280, height: 900 } });
-const page = await context.newPage();
-let problems = [];
-await context.route((url) => !url.href.startsWith(home), (route) => {
-  problems.push(`asks another host: ${route.request().url()}`);
-  route.abort();
-});
-page.on("console", (message) => message.type() === "error" && problems.push(`console: ${message.text()}`));
-page.on("pageerror", (error) => problems.push(`error: ${error.message}`));
-page.on("response", (reply) => reply.status() >= 400 && problems.push(`${reply.status()}: ${reply.url()}`));
 
-const pages = readdirSync(site, { recursive: true }).filter((path) => path.endsWith(".html") && !path.startsWith("_"));
+async function openContext() {
+  const context = await browser.newContext({ viewport: { width: WIDTHS[0], height: 900 } });
+  const page = await context.newPage();
+  await context.route((url) => !url.href.startsWith(home), (route) => {
+    problems.push(`asks another host: ${route.request().url()}`);
+    route.abort();
+  });
+  page.on("console", (message) => message.type() === "error" && problems.push(`console: ${message.text()}`));
+  page.on("pageerror", (error) => problems.push(`error: ${error.message}`));
+  page.on("response", (reply) => reply.status() >= 400 && problems.push(`${reply.status()}: ${reply.url()}`));
+  return { context, page };
+}
+
+const all = readdirSync(site, { recursive: true }).filter((path) => path.endsWith(".html") && !path.startsWith("_"));
+const only = process.env.PAGES ? new RegExp(process.env.PAGES) : /./;
+const pages = all.filter((path) => only.test(path)).sort();
 let failed = 0;
-for (const path of pages.sort()) {
+for (const path of pages) {
+  const { context, page } = await openContext(); // with an empty cache, so that a page's weight is all that it loads
   problems = [];
+  weight = 0;
   await page.goto(home + path);
-  if (path === "index.html") await page.waitForURL(`${home}README.html`); // it only leads there
+  if (path === "index.html") await page.waitForURL(`${home}docs/site/start.html`); // it only leads there
   await settled(page);
-  problems.push(...(await page.evaluate(faults)));
-  if (path.endsWith("site/explorers.html")) problems.push(...(await explorerFaults(page)));
-  if (screenshots) {
-    mkdirSync(screenshots, { recursive: true });
-    const file = join(screenshots, `${path.replaceAll("/", "_")}.png`);
-    await page.screenshot({ path: file, fullPage: true, timeout: 120000 });
-  }
+  if (weight > MOST_BYTES) problems.push(`loads ${(weight / 1e6).toFixed(2)} MB, more than ${MOST_BYTES / 1e6}`);
+  const loaded = weight;
+  problems.push(...(await faultsInAllLooks(page)));
+  problems.push(...(await page.evaluate(controlFaults)), ...(await page.evaluate(buttonFaults)));
+  if (screenshots) await photograph(page, path);
   if (path === "search.html") problems.push(...(await searchFaults(page)));
   const formulas = await page.locator("mjx-container").count();
   const pictures = await page.locator("img").count();
-  console.log(`${problems.length ? "FAIL" : "ok  "} ${path}: ${formulas} formulas, ${pictures} pictures`);
+  const summary = `${formulas} formulas, ${pictures} pictures, ${(loaded / 1e6).toFixed(2)} MB`;
+  console.log(`${problems.length ? "FAIL" : "ok  "} ${path}: ${summary}`);
   for (const problem of problems) console.log(`     ${problem}`);
   failed += problems.length > 0;
+  await context.close();
 }
 await browser.close();
 server.close();

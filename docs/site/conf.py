@@ -1,11 +1,15 @@
 """The site's Sphinx configuration. The source directory is the repository, the site is in out/site.
 
-Nothing is executed: the notebooks are committed with their outputs. Nothing is loaded from another host: MathJax is
-copied from its npm package, and the theme brings its fonts.
+No chapter is executed: the notebooks are committed with their outputs. The messages of collectives are recorded anew.
+Nothing is loaded from another host: MathJax is copied from its npm package, and the theme brings its fonts.
 """
 
 import re
+import sys
 from pathlib import Path
+
+# hooks.py and what it imports are beside this file; the runs that it records come from chapters/support.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 CONTENTS = """
 ```{toctree}
@@ -13,18 +17,20 @@ CONTENTS = """
 :caption: Chapters
 :glob:
 
-chapters/[0-9]*
+/chapters/[0-9]*
 ```
 
 ```{toctree}
 :hidden:
 :caption: To try
 
-docs/site/explorers
-docs/site/gallery
-chapters/exercises/README
-chapters/pytorch/README
-docs/examples/README
+/docs/site/explorers
+/docs/site/collectives
+/docs/site/gallery
+/chapters/exercises/README
+/chapters/pytorch/README
+/docs/examples/README
+/docs/examples/mistakes
 ```
 
 ```{toctree}
@@ -32,16 +38,17 @@ docs/examples/README
 :caption: Reference
 :glob:
 
-docs/*
-CONTRIBUTING
-SECURITY
+/README
+/docs/*
+/CONTRIBUTING
+/SECURITY
 ```
 """
 
 project = "minipar"
 author = "the minipar contributors"
-extensions = ["myst_nb"]
-root_doc = "README"
+extensions = ["myst_nb", "hooks"]
+root_doc = "docs/site/start"
 include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
@@ -50,7 +57,7 @@ include_patterns = [
     "chapters/exercises/README.md",
     "chapters/pytorch/README.md",
     "docs/*.md",
-    "docs/examples/README.md",
+    "docs/examples/*.md",
     "docs/site/*.md",
 ]
 exclude_patterns = ["**/.ipynb_checkpoints"]
@@ -78,33 +85,44 @@ html_css_files = ["site.css"]
 html_extra_path = ["index.html"]
 html_copy_source = False
 html_show_sourcelink = False
-mathjax_path = "es5/tex-mml-chtml.js"
-mathjax3_config = {"options": {"enableMenu": False}}  # its speech would load more, from another host
+# The parts of MathJax that the chapters' formulas need: a third less than its ready-made combinations.
+mathjax_path = "es5/startup.js"
+mathjax3_config = {
+    "loader": {"load": ["core", "input/tex-base", "[tex]/ams", "output/chtml", "a11y/assistive-mml"]},
+    "tex": {"packages": {"[+]": ["ams"]}},
+}
 
-EXPLORERS = ("memory", "schedules", "traffic", "draw", "page")  # each imports from earlier ones alone
+# The scripts of pages and their modules, each of which imports from earlier ones alone.
+SCRIPTS = {
+    "explorers": ("memory", "models", "schedules", "traffic", "layouts", "draw", "forms", "page", "board"),
+    "start": ("schedules", "draw", "map"),
+    "player_page": ("schedules", "draw", "player"),
+}
 
 
-def join_modules(folder):
-    """Join the explorers' modules into one script. Browsers import no module from a file, only over HTTP."""
-    modules = [(folder / f"{name}.js").read_text(encoding="utf-8") for name in EXPLORERS]
+def join_modules(folder, names):
+    """Join modules into one script. Browsers import no module from a file, only over HTTP."""
+    modules = [(folder / f"{name}.js").read_text(encoding="utf-8") for name in names]
     program = re.sub(r"^import .*\n|^export ", "", "".join(modules), flags=re.MULTILINE)
     return '"use strict";\n{\n' + program + "}\n"
 
 
 def add_contents(app, docname, source):
-    """Add the table of contents to README, which has none in the repository."""
+    """Add the table of contents to the first page, which has none in the repository."""
     if docname == app.config.root_doc:
         source[0] += CONTENTS
 
 
-def write_explorers(app, exception):
-    """Write the script of the page of explorers."""
-    if exception is None:
-        script = join_modules(Path(app.confdir) / "static")
-        Path(app.outdir, "_static", "explorers.js").write_text(script, encoding="utf-8")
+def write_scripts(app, exception):
+    """Write the scripts of the pages that have one."""
+    if exception is not None:
+        return
+    for name, modules in SCRIPTS.items():
+        script = join_modules(Path(app.confdir) / "static", modules)
+        Path(app.outdir, "_static", f"{name}.js").write_text(script, encoding="utf-8")
 
 
 def setup(app):
     """Connect the two functions above."""
     app.connect("source-read", add_contents)
-    app.connect("build-finished", write_explorers)
+    app.connect("build-finished", write_scripts)

@@ -7,13 +7,16 @@ attention; Hugging Face's repeat_kv). In this file queries are (B, n, g, T, d), 
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from minipar.autograd.documents import Document, documents_of, other_documents, packed_ids
 from minipar.autograd.fused import product
 from minipar.autograd.guards import refuse_dropout
+from minipar.autograd.heads import empty_heads, group_heads, join_heads, separate_heads, split_heads
 from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, xp
@@ -25,47 +28,7 @@ KEY_BLOCK = 1024
 METHODS = ("auto", "blockwise", "full")
 
 
-# ---- heads ---------------------------------------------------------------------------------------
-
-
-def split_heads(qkv: Array, heads: int, kv_heads: int) -> list[Array]:
-    """Return views of packed q, k and v: (B, n, g, T, d) and twice (B, n, 1, T, d).
-
-    qkv is (B, T, (a + 2n) d).
-    """
-    batch, length, width = qkv.shape
-    count = heads + 2 * kv_heads
-    by_head = qkv.reshape(batch, length, count, width // count)
-    by_head = by_head.swapaxes(1, 2)  # (B, a + 2n, T, d)
-    parts = xp.split(by_head, [heads, heads + kv_heads], axis=1)
-    return [group_heads(part, kv_heads) for part in parts]
-
-
-def group_heads(x: Array, kv_heads: int) -> Array:
-    """Give the heads that share keys a dim of their own: (B, a, ...) -> (B, n, g, ...), a view."""
-    batch, heads, *rest = x.shape
-    return x.reshape(batch, kv_heads, heads // kv_heads, *rest)
-
-
-def empty_heads(q: Array) -> Array:
-    """Make an array of q's shape (B, n, g, T, d), with the memory of an array (B, T, h)."""
-    batch, kv_heads, group, length, size = q.shape
-    memory = xp.empty((batch, length, kv_heads, group, size), dtype=q.dtype)
-    return memory.transpose(0, 2, 3, 1, 4)
-
-
-def join_heads(out: Array) -> Array:
-    """Put heads next to each other: (B, n, g, T, d) -> (B, T, h). A view if `empty_heads` made it."""
-    batch, kv_heads, group, length, size = out.shape
-    by_token = out.transpose(0, 3, 1, 2, 4)  # (B, T, n, g, d)
-    return by_token.reshape(batch, length, kv_heads * group * size)
-
-
-def separate_heads(x: Array, like: Array) -> Array:
-    """Return a view of an array (B, T, h) as heads (B, n, g, T, d): the inverse of `join_heads`."""
-    batch, kv_heads, group, length, size = like.shape
-    by_token = x.reshape(batch, length, kv_heads, group, size)
-    return by_token.transpose(0, 2, 3, 1, 4)
+# ---- the whole matrix ----------------------------------------------------------------------------
 
 
 def scale_of(q: Array) -> float:
@@ -79,16 +42,21 @@ def above_diagonal(length: int, dtype: DTypeLike) -> Array:
     return xp.triu(everywhere, 1)
 
 
-# ---- the whole matrix ----------------------------------------------------------------------------
-
-
 class FullAttention(Function):
     """softmax(q k^T / sqrt(d) + causal mask) v. All probabilities are kept for backward.
 
-    `keep` and `probability` are those of `dropped`.
+    `keep` and `probability` are those of `dropped`. `position_ids` are those of `packed`, or None.
     """
 
-    def forward(self, qkv: Array, heads: int, kv_heads: int, keep: Array | None, probability: float) -> Array:
+    def forward(
+        self,
+        qkv: Array,
+        heads: int,
+        kv_heads: int,
+        keep: Array | None,
+        probability: float,
+        position_ids: np.ndarray | None,
+    ) -> Array:
         self.heads = heads
         self.kv_heads = kv_heads
         self.probability = probability
@@ -98,6 +66,8 @@ class FullAttention(Function):
         p = product(q, transposed(k))  # the scores: (B, n, g, T, T)
         p *= scale_of(q)
         p += above_diagonal(q.shape[-2], q.dtype)
+        if position_ids is not None:
+            p += other_documents(position_ids, q.dtype)
         # Each row's own maximum: a global one would underflow far rows to 0/0.
         p -= p.max(axis=-1, keepdims=True)
         xp.exp(p, out=p)
@@ -123,7 +93,7 @@ class FullAttention(Function):
         product(dscores, k, out=dq)
         dscores = join_rows(dscores)
         product(transposed(dscores), join_rows(q), out=dk)
-        return dqkv, None, None, None, None
+        return dqkv, None, None, None, None, None
 
 
 def dropped(p: Array, keep: Array | None, probability: float) -> Array:
@@ -304,6 +274,47 @@ def merge(out_1: Array, lse_1: Array, out_2: Array, lse_2: Array) -> tuple[Array
     return out, lse
 
 
+# ---- documents -----------------------------------------------------------------------------------
+
+
+def attend_documents(
+    documents: Sequence[Document], q: Array, k: Array, v: Array, scale: float
+) -> tuple[Array, Array]:  # fmt: skip
+    """Compute `attend` inside of each document. Nothing is computed across a boundary."""
+    out = empty_heads(q)
+    lse = xp.empty(q.shape[:-1], dtype=q.dtype)
+    for sample, tokens in documents:
+        rows = (sample, ..., tokens, slice(None))
+        out[rows], lse[sample, ..., tokens] = attend(q[rows], k[rows], v[rows], scale)
+    return out, lse
+
+
+def attend_documents_backward(
+    documents: Sequence[Document],
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    scale: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Compute (dq, dk, dv) of `attend_documents` from its inputs and results."""
+    dq = xp.empty_like(q)
+    dk = xp.empty_like(k)
+    dv = xp.empty_like(v)
+    for sample, tokens in documents:
+        rows = (sample, ..., tokens, slice(None))
+        row_lse = lse[sample, ..., tokens]
+        dq[rows], dk[rows], dv[rows] = attend_backward(
+            dout[rows], q[rows], k[rows], v[rows], out[rows], row_lse, scale
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+# ---- the node ------------------------------------------------------------------------------------
+
+
 class BlockwiseAttention(Function):
     """Attention by two functions that are called as `attend` and `attend_backward` are.
 
@@ -363,16 +374,23 @@ def causal_attention(
     qkv (B, T, (a + 2n) d) has the `heads` of q next to the `kv_heads` (None: as many) of k and
     those of v. With `keep` (B, a, T, T), booleans, the probabilities go through dropout. `method`
     is one of METHODS: "full" keeps scores and masks, "blockwise" makes scores again in backward,
-    and its memory grows as T; "auto" is full up to one block of tokens, and with dropout.
-    UsageError for dropout in blocks.
+    and its memory grows as T; "auto" is full up to one block of tokens, and with dropout. Inside
+    `packed`, no token sees another document. UsageError for dropout in blocks.
     """
     if method not in METHODS:
         raise ValueError(f"attention {method!r}: expected one of {', '.join(METHODS)}")
     if kv_heads is None:
         kv_heads = heads
-    if keeps_scores(method, qkv.shape[1], drops=keep is not None):
-        return FullAttention.apply(qkv, heads, kv_heads, keep, probability)
+    samples, length, _ = qkv.shape
+    position_ids = packed_ids(length, samples)
+    if keeps_scores(method, length, drops=keep is not None):
+        return FullAttention.apply(qkv, heads, kv_heads, keep, probability, position_ids)
     if keep is not None:
         remedy = "attention='full' or dropout=0"
         refuse_dropout(f"dropout = {probability}", "attention='blockwise'", remedy)
-    return BlockwiseAttention.apply(qkv, heads, kv_heads, attend, attend_backward)
+    if position_ids is None:
+        return BlockwiseAttention.apply(qkv, heads, kv_heads, attend, attend_backward)
+    documents = documents_of(position_ids)
+    forward = partial(attend_documents, documents)
+    backward = partial(attend_documents_backward, documents)
+    return BlockwiseAttention.apply(qkv, heads, kv_heads, forward, backward)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from minipar.autograd import precision
 from minipar.autograd.guards import check_unchanged
-from minipar.autograd.rules import LazyGradient
+from minipar.autograd.rules import AnyGradient, LazyGradient, PendingGradient
 from minipar.backend import Array, setting
 from minipar.memory import hold
 
@@ -68,10 +68,12 @@ def run_backward(root: Node, gradient: Array) -> None:
             input_leaves = node.input_leaves
             node.free()
             # Leaves first: while an input's gradient is still on its way from other ranks (a
-            # LazyGradient that waits), the weight's gradient is computed.
+            # PendingGradient), the weight's gradient is computed.
             for leaf, result in zip(input_leaves, results, strict=True):
                 if leaf is None:
                     continue
+                if isinstance(result, PendingGradient):
+                    result = result.wait()
                 if deferred is not None and isinstance(result, LazyGradient):
                     deferred.append((leaf, result, current))
                 else:
@@ -81,6 +83,8 @@ def run_backward(root: Node, gradient: Array) -> None:
                     continue
                 if isinstance(result, LazyGradient):
                     result = result.compute(None)
+                elif isinstance(result, PendingGradient):
+                    result = result.wait()
                 if input_node in gradients:
                     result = gradients[input_node] + result  # not in place: others may hold it
                 gradients[input_node] = result
@@ -107,7 +111,7 @@ def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
     return sorted(nodes, key=lambda node: node.number), uses
 
 
-def input_gradients(node: Node, grad: Array | None) -> Sequence[Array | LazyGradient | None]:
+def input_gradients(node: Node, grad: Array | None) -> Sequence[AnyGradient]:
     """Run the node's backward. Return a gradient or None for each input; all None if none has reached the node."""
     if grad is None:
         return [None] * len(node.input_nodes)

@@ -250,7 +250,7 @@ def swiglu(gate: Array, up: Array) -> Result:
 
 
 def _rotate(x: Array, angles: Array) -> Array:
-    """Rotate the pairs (x_i, x_(i + d/2)) of each head of x (B, T, heads d), by (T, d/2) angles."""
+    """Rotate the pairs (x_i, x_(i + d/2)) of each head of x (B, T, heads d), by angles."""
     out = xp.empty(x.shape, dtype=x.dtype)
     half = angles.shape[-1]
     shape = (*x.shape[:-1], x.shape[-1] // (2 * half), 2, half)
@@ -258,8 +258,8 @@ def _rotate(x: Array, angles: Array) -> Array:
     rotated = out.reshape(shape)  # a view of out
     first = pairs[..., 0, :]  # (B, T, heads, d/2)
     second = pairs[..., 1, :]
-    cos = xp.cos(angles)[:, None].astype(x.dtype)  # (T, 1, d/2)
-    sin = xp.sin(angles)[:, None].astype(x.dtype)
+    cos = xp.cos(angles)[..., None, :].astype(x.dtype)  # (T, 1, d/2), or (B, T, 1, d/2)
+    sin = xp.sin(angles)[..., None, :].astype(x.dtype)
     rotated[..., 0, :] = first * cos - second * sin
     rotated[..., 1, :] = second * cos + first * sin
     return out
@@ -271,13 +271,13 @@ def rotary(
 ) -> Result:  # fmt: skip
     """Rotate the heads of q and k by their tokens' positions (Su et al. 2021), and join q, k and v.
 
-    (B, T, a d), (B, T, n d), (B, T, n d), integer positions (T,) -> (B, T, (a + 2n) d) for
-    `causal_attention`, with heads of d = `size` elements. Elements i and i + d/2 are a pair, as in
-    Hugging Face's code (in Meta's, 2i and 2i+1); at position p it is rotated by the angle
-    p theta^(-2i/d).
+    (B, T, a d), (B, T, n d), (B, T, n d), integer positions (T,) or (B, T)
+    -> (B, T, (a + 2n) d) for `causal_attention`, with heads of d = `size` elements. Elements i and
+    i + d/2 are a pair, as in Hugging Face's code (in Meta's, 2i and 2i+1); at position p it is
+    rotated by the angle p theta^(-2i/d).
     """
     frequencies = theta ** (xp.arange(0, size, 2) / -size)  # (d/2,), float64 whatever the dtype
-    angles = positions[:, None] * frequencies  # (T, d/2)
+    angles = positions[..., None] * frequencies  # (T, d/2), or (B, T, d/2)
     start_k = q.shape[-1]
     start_v = start_k + k.shape[-1]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from minipar.autograd.rules import Gradients, LazyGradient
+from minipar.autograd.rules import AnyGradient, Gradients, LazyGradient, PendingGradient
 from minipar.backend import Array, xp
 
 
@@ -28,7 +28,7 @@ def forward(node: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Array:
     return output.astype(node.narrow)
 
 
-def backward(node: Any, grad: Array) -> Sequence[Array | LazyGradient | None]:
+def backward(node: Any, grad: Array) -> Sequence[AnyGradient]:
     """Run the backward of a Function. Return a gradient or None for each input."""
     if node.narrow is None:
         return as_tuple(node.backward(grad, **node.saved))
@@ -60,6 +60,8 @@ def cast_floats(value: Any, dtype: DTypeLike) -> Any:
     """Convert an array of float32 or 2-byte floats, or a gradient's recipe; return other values as they are."""
     if isinstance(value, LazyGradient):
         return LazyGradient(lambda out: cast_floats(value.compute(None), dtype))
+    if isinstance(value, PendingGradient):
+        return PendingGradient(lambda: cast_floats(value.wait(), dtype))
     is_array = isinstance(value, xp.ndarray)
     # V is the kind of bfloat16, which NumPy does not know by itself.
     if is_array and value.dtype.kind in "fV" and value.dtype.itemsize <= 4:

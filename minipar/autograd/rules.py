@@ -35,7 +35,15 @@ class LazyGradient:
     compute: Callable[[Array | None], Array]
 
 
-Gradients = tuple[Array | LazyGradient | None, ...]  # one for each input; None where there is none
+@dataclass
+class PendingGradient:
+    """The gradient of an input, while other ranks add to it; `defer_weight_gradients` never puts it off."""
+
+    wait: Callable[[], Array]
+
+
+AnyGradient = Array | LazyGradient | PendingGradient | None  # None: the input needs no gradient
+Gradients = tuple[AnyGradient, ...]  # one for each input
 
 
 # ---- elements ------------------------------------------------------------------------------------

@@ -31,10 +31,10 @@ class Function:
     Subclasses write `forward(self, *inputs) -> array`, to which Tensor arguments arrive as arrays.
     It calls `save_for_backward(name=array)` with what backward needs. They also write
     `backward(self, grad, name)`, which gets what was saved, and returns the gradient or a tuple of
-    gradients: one for each input, None where there is none. A gradient may be a LazyGradient.
-    `needs[i]` is True if input i needs one. Backward never changes its argument `grad`, which other
-    nodes may hold, too. NB: torch.autograd.Function, where backward finds the arrays in
-    ctx.saved_tensors.
+    gradients: one for each input, None where there is none. A gradient may be a LazyGradient
+    or a PendingGradient (rules.py). `needs[i]` is True if input i needs one. Backward never changes
+    its argument `grad`, which other nodes may hold, too. NB: torch.autograd.Function, where
+    backward finds the arrays in ctx.saved_tensors.
     """
 
     forward: Callable[..., Array]

@@ -13,7 +13,7 @@ float16 loses.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import chain, pairwise
 
 import numpy as np
@@ -24,7 +24,7 @@ Bounds = Sequence[tuple[int, int]]
 Combine = Callable[..., object]  # np.add or np.maximum, called as combine(a, b, out=c)
 
 
-@lru_cache(maxsize=4096)
+@cache
 def chunk_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
     """Return (start, stop) of each rank's chunk of n elements, as np.array_split cuts: the first n % p are longer."""
     size, longer = divmod(n, p)
@@ -42,7 +42,7 @@ def chunks(x: np.ndarray, p: int, bounds: Bounds | None = None) -> list[np.ndarr
     return [x[start:stop] for start, stop in bounds or chunk_bounds(x.size, p)]
 
 
-@lru_cache(maxsize=1024)
+@cache
 def virtual_ranks(p: int, rank: int) -> tuple[int, int, int]:
     """Return what `rank` is in an algorithm that needs a power of two: (q, extras, virtual).
 
@@ -63,7 +63,7 @@ def real_rank(virtual: int, extras: int) -> int:
     return 2 * virtual + 1 if virtual < extras else virtual + extras
 
 
-@lru_cache(maxsize=4096)
+@cache
 def virtual_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
     """Return (start, stop) for each virtual rank: its rank's chunk, joined with that of a rank folded into it."""
     bounds = chunk_bounds(n, p)
@@ -77,7 +77,8 @@ def ring_all_gather(link: Link, x: np.ndarray) -> Steps:
 
     (p-1) alpha + n(p-1)/p beta. Each rank sends to its right the chunk that it has just received from its left.
     """
-    p, r = link.size, link.rank
+    p = link.size
+    r = link.rank
     parts = chunks(x, p)
     for step in range(p - 1):
         yield link.isend(parts[(r - step) % p], (r + 1) % p), link.irecv(parts[(r - step - 1) % p], (r - 1) % p)
@@ -138,9 +139,10 @@ def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
     """Copy x of `root` to every rank, in place, along a binomial tree. lg p (alpha + n beta)."""
     p = link.size
     virtual = (link.rank - root) % p
-    # The lowest set bit of the virtual rank. For the root, which has none: the first power of two not below p.
-    distance = virtual & -virtual or 1 << (p - 1).bit_length()
-    if virtual:
+    distance = virtual & -virtual  # the lowest set bit of the virtual rank
+    if virtual == 0:
+        distance = 1 << (p - 1).bit_length()  # the root: the first power of two not below p
+    else:
         yield (link.irecv(x, (link.rank - distance) % p),)
     while distance > 1:
         distance //= 2
@@ -185,7 +187,8 @@ def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
     (p-1) alpha + n(p-1)/p (beta + gamma): the fewest bytes possible (Patarasuk and Yuan 2009, section 4).
     Chunk j is summed in the order j+1, j+2, ..., j: fixed, but not the rank order. `x` is not changed.
     """
-    p, r = link.size, link.rank
+    p = link.size
+    r = link.rank
     own = chunks(x, p)
     incoming, outgoing = link.scratch(2 * own[0].size, x.dtype).reshape(2, -1)
     partial = own[r - 1]  # the sum so far, first this rank's own contribution to its left chunk
@@ -298,7 +301,8 @@ def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: 
     once, pairwise, and each contribution is added in its turn. Ranks wait for one another once instead of p-1 times,
     which saves the most time when they share cores.
     """
-    p, r = link.size, link.rank
+    p = link.size
+    r = link.rank
     parts = chunks(x, p)
     rows = link.scratch(p * parts[r].size, x.dtype).reshape(p, parts[r].size)
     contributions = list(rows)
@@ -306,7 +310,8 @@ def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: 
     receives: dict[int, Request] = {}
     sends = []
     for step in range(p - 1):
-        dest, source = (r + step + 1) % p, (r - step - 1) % p
+        dest = (r + step + 1) % p
+        source = (r - step - 1) % p
         receives[source] = link.irecv(contributions[source], source)
         sends.append(link.isend(parts[dest], dest))
     total = contributions[0]

@@ -1,6 +1,6 @@
 """Communicator: the operations of the ranks of a group."""
 
-import inspect
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +16,9 @@ from minipar.comm.transport import Link, Steps
 from minipar.comm.work import CountedLink, Stream, Work
 from minipar.errors import CommunicationError, UsageError
 
-ALGORITHMS = {op: tuple(name for other, name in GENERATORS if other == op) for op, _ in GENERATORS}
+ALGORITHMS: dict[str, tuple[str, ...]] = {}  # the names of each operation's
+for _op, _name in GENERATORS:
+    ALGORITHMS[_op] = (*ALGORITHMS.get(_op, ()), _name)
 
 FEW_STEPS_BELOW = 256 * 1024  # bytes of the whole array
 AUTO = {  # by operation: the algorithm for arrays below that size, and from there on
@@ -181,7 +183,8 @@ class Communicator(Stream):
         bytes if chunks are equal.
         """
         flat = self._flat(x, "all_to_all")
-        sends = receives = None
+        sends = None
+        receives = None
         size = self.size * chunks(flat, self.size)[self.rank].size
         if counts is not None:
             check_counts(self.label, self.rank, self.size, counts, flat.size)
@@ -357,8 +360,7 @@ def _copy_back(host: np.ndarray, x: Array) -> None:
 
 def _calling_line() -> str:
     """Return the line outside of this package that called the operation."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals["__name__"].startswith("minipar.comm."):
-        frame = frame.f_back
-    assert frame is not None
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    for frame, line in traceback.walk_stack(None):
+        if not frame.f_globals["__name__"].startswith("minipar.comm."):
+            return f"{frame.f_code.co_filename}:{line}"
+    raise AssertionError("some program has called it")

@@ -36,7 +36,9 @@ class Engine:
         self.transport = transport
         if isinstance(clock, str) and clock not in CLOCKS:
             raise UsageError(f'clock "{clock}": expected one of {", ".join(CLOCKS)}')
-        self.clock = CLOCKS[clock]() if isinstance(clock, str) else clock or WallClock()
+        if clock is None:
+            clock = WallClock()
+        self.clock = CLOCKS[clock]() if isinstance(clock, str) else clock
         if network is not None and not self.clock.logical:
             raise UsageError("a network prices messages on the clocks cpu and model; give one of them")
         self.network = network or Network()
@@ -75,7 +77,8 @@ class Engine:
     @contextmanager
     def patient(self) -> Iterator[None]:
         """Wait without a timeout inside the block: for the work of one rank alone, such as `--verify`."""
-        timeout, self.timeout = self.timeout, math.inf
+        timeout = self.timeout
+        self.timeout = math.inf
         try:
             yield
         finally:
@@ -238,14 +241,7 @@ class Work:
         while not self.done:
             work = self if self.is_message else self.stream.queue[0]
             try:
-                if work.missing is None or work.missing.test():
-                    work.missing = None
-                    for request in work.requests:
-                        if not request.test():
-                            work.missing = request
-                            break
-                    else:
-                        work.finish()
+                work.advance()
             except BaseException as error:
                 work.fail(error)
                 raise
@@ -253,6 +249,17 @@ class Work:
                 if not to_end:
                     return
                 self.stream.engine.wait_for_message(work, work.missing)
+
+    def advance(self) -> None:
+        """Post messages until one is `missing`, or the operation is finished."""
+        if self.missing is not None and not self.missing.test():
+            return
+        self.missing = None
+        for request in self.requests:
+            if not request.test():
+                self.missing = request
+                return
+        self.finish()
 
     def finish(self) -> None:
         """Leave the queue; the next operation begins."""

@@ -48,7 +48,7 @@ class Difference:
     not_finite: str = ""  # "A", "B" or "A and B": the runs in which a value is infinite or nan
 
 
-def name_strips(different: Sequence[bool], dim: int, tps: Iterable[int] = ()) -> str:
+def name_strips(different: Sequence[bool], dim: int, tps: Iterable[int]) -> str:
     """Name the strips of a dim that differ: one tp rank's part, of q, k and v side by side too, or which ones.
 
     tps: the tensor-parallel sizes of the two runs.

@@ -147,7 +147,7 @@ class StepComparison:
     def _values_equal(self, a: float, b: float) -> bool:
         return a == b or abs(b - a) <= self.limit * max(abs(a), abs(b))
 
-    def of_gradients(self, before: StepComparison | None = None) -> list[Difference]:
+    def of_gradients(self, before: StepComparison | None) -> list[Difference]:
         """Group the parameters whose gradients differ; one group if the gradients of the step before are still in them.
 
         All gradients without a constant ratio to A's are one group, with causes that fit their

@@ -1,8 +1,8 @@
 """The common part of GPT-2 and Llama: the sizes that others read, and the segments of the model.
 
-Each strategy changes some things of a serial model. Tensor parallelism replaces layers by parallel
-ones, divides each attention's heads, and replaces the two functions that see the whole vocabulary,
-`project` and `criterion`. Where several layers read one input, their block calls `enter` first, and
+parallel/__init__.py lists all that strategies set on a serial model. Tensor parallelism replaces
+layers by parallel ones, divides each attention's heads, and replaces the two functions that see the
+whole vocabulary, `project` and `criterion`. Where several layers read one input, their block calls `enter` first, and
 a layer of experts ends with `leave`: both are `identity` until tensor parallelism fills them.
 Context parallelism replaces each `attention`, and `positions`. Both give `mask_slices` to each
 Dropout that sees a part of an activation. Pipeline parallelism runs a range of `segments` on each
@@ -19,10 +19,10 @@ from decimal import Decimal
 from functools import partial
 from typing import Any, ClassVar
 
-from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, linear
-from minipar.backend import Array, xp
+from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, linear, packed_ids
+from minipar.backend import Array, from_host, xp
 from minipar.errors import check_memory
-from minipar.nn.guards import array_of, check_config, check_size, check_tokens, float_dtype
+from minipar.nn.guards import array_of, check_config, check_packed, check_size, check_tokens, float_dtype
 from minipar.nn.layers import Init, Linear
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
@@ -146,8 +146,12 @@ class SelfAttention(Module):
 
 
 def all_positions(length: int) -> Array:
-    """Return the positions of a sequence's tokens, where a rank has them all: (T,)."""
-    return xp.arange(length)
+    """Return the positions of a sequence's tokens, where a rank has them all: (T,).
+
+    In samples of several documents they restart in each: (B, T).
+    """
+    ids = packed_ids(length)
+    return xp.arange(length) if ids is None else from_host(ids)
 
 
 class LanguageModel(Module):
@@ -232,6 +236,7 @@ class LanguageModel(Module):
     def forward(self, tokens: Array) -> Tensor:
         x: Array | Tensor = array_of("tokens", tokens)
         check_tokens(x)
+        check_packed(x.shape[0])
         for segment in self.segments:
             x = segment.run(x)
         return x

@@ -18,14 +18,14 @@ from minipar.parallel.placement import BucketSlice, update
 
 
 class Bucket:
-    """Parameters whose gradients travel together over `comm`; in ZeRO, rank r owns chunk r of them."""
+    """Parameters whose gradients travel together over `comm`. To make a bucket records their place in it."""
 
     def __init__(self, group: Group, comm: GradientComm, replica: int = 0) -> None:
         self.parameters = tuple(group.parameters)
         self.holders = group.comm  # the ranks that hold these parameters
         self.comm = comm  # their collectives, perhaps in another dtype or in two steps (hybrid.py)
         self.size = sum(p.size for p in self.parameters)
-        self.own = slice(*chunk_bounds(self.size, comm.size)[comm.rank])  # this rank's chunk
+        self.own = slice(*chunk_bounds(self.size, comm.size)[comm.rank])  # ZeRO's: the chunk that this rank owns
         self.gradient: Array | None = None  # the flat array that backward writes into, while there is one
         start = 0
         for p in self.parameters:
@@ -41,7 +41,7 @@ class Bucket:
 
     def leaves(self) -> set[Tensor]:
         """Return every tensor whose gradient the bucket waits for: the parameters, and the leaves tied to them."""
-        return {leaf for p in self.parameters for leaf in (p, *p.ties)}
+        return set().union(*[(p, *p.ties) for p in self.parameters])
 
     def checksum(self) -> int:
         """Return the CRC-32 of the parameters' values."""
@@ -77,7 +77,9 @@ class BackwardHooks:
     """Calls `send(bucket)` for each bucket as soon as backward has completed it and all buckets before it."""
 
     def __init__(self, buckets: Sequence[Bucket], send: Callable[[Bucket], None], progress: Callable[[], None]) -> None:
-        self.buckets, self.send, self.progress = buckets, send, progress
+        self.buckets = buckets
+        self.send = send
+        self.progress = progress
         self.enabled = True  # False inside `no_sync`
         for bucket in buckets:
             for leaf in bucket.leaves():

@@ -18,9 +18,9 @@ from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.groups import BUCKET_BYTES, FIRST_BUCKET_BYTES, Group, by_size, groups_over, prepare
+from minipar.parallel.groups import BUCKET_BYTES, FIRST_BUCKET_BYTES, Group, by_size, groups_over, place_groups
 from minipar.parallel.guards import check_wrapping, refuse_late_state
-from minipar.parallel.hybrid import Pending, in_dtype
+from minipar.parallel.hybrid import Pending, in_dtype, set_gradient_dtype
 from minipar.parallel.loss import global_mean_loss
 from minipar.parallel.state import gather_state
 from minipar.parallel.step_guard import Guard
@@ -30,7 +30,9 @@ class NaiveDataParallel:
     """Data parallelism in its plainest form: one all-reduce per parameter, after backward."""
 
     def __init__(self, model: Module, comm: Communicator, algorithm: str = "ring") -> None:
-        self.model, self.comm, self.algorithm = model, comm, algorithm
+        self.model = model
+        self.comm = comm
+        self.algorithm = algorithm
 
     def loss(self, x: Array, y: Array) -> Tensor:
         """Return the mean loss over the targets of all ranks; backward leaves its gradient in each `p.grad`."""
@@ -49,7 +51,6 @@ class DistributedDataParallel:
 
         ddp = DistributedDataParallel(model, comm)
         optimizer = AdamW(ddp.parameters())
-
         loss = ddp.loss(x, y)      # the mean over the targets of all ranks
         loss.backward()            # sends the buckets; every p.grad is then the gradient of that mean
         optimizer.step()
@@ -59,11 +60,10 @@ class DistributedDataParallel:
             (ddp.loss(x1, y1) / 2).backward()
         (ddp.loss(x2, y2) / 2).backward()
 
-    `algorithm` is "ring" or "ordered". "ordered" adds in rank order, which gives the bits of one device
-    that accumulates the ranks' shares. Each of `groups` becomes a bucket; without them, buckets are
-    filled until they hold `bucket_bytes`, the first one sent `first_bucket_bytes`. A bucket's
-    `before_reduce(parameters)` is called before its all-reduce starts. Gradients add up in
-    `gradient_dtype` (float32 at least). Each rank sends 2 Psi (d-1)/d elements in `reduce_dtype` per step.
+    The algorithm "ordered" gives the bits of one device that accumulates the ranks' shares. Each of
+    `groups` becomes a bucket; without them, buckets are filled to `bucket_bytes`, the first one to
+    `first_bucket_bytes`. `before_reduce(parameters)` is called before each all-reduce. Gradients add
+    up in `gradient_dtype` (float32 at least). A step sends 2 Psi (d-1)/d elements in `reduce_dtype`.
     """
 
     accumulates_sums = False  # the guard refuses a second pass with a sum: it would sum the first pass's sum again
@@ -76,12 +76,15 @@ class DistributedDataParallel:
         gradient_dtype: DTypeLike | None = None, reduce_dtype: DTypeLike | None = None,
     ) -> None:  # fmt: skip
         check_wrapping(model, comm, algorithm)
-        self.model, self.comm = model, comm
-        self.algorithm, self.before_reduce = algorithm, before_reduce
-        self.shard_comm = comm  # the trainer sums the gradient's norm over it, as over ZeRO's
+        self.model = model
+        self.comm = comm
+        self.algorithm = algorithm
+        self.before_reduce = before_reduce
+        self.norm_comm = comm  # the ranks of the norm, as in ZeRO; here each has the whole gradient
         if groups is None:
             groups = groups_over(comm, by_size(model.parameters(), bucket_bytes, first_bucket_bytes))
-        dtype = self.gradient_dtype = prepare(model, comm, groups, before_reduce, gradient_dtype)
+        place_groups(model, comm, groups, before_reduce)
+        self.gradient_dtype = dtype = set_gradient_dtype(model, gradient_dtype)
         # Backward completes the last parameters first, so the last group is the first bucket to be sent.
         self.buckets = [Bucket(group, in_dtype(group.comm, reduce_dtype, dtype)) for group in reversed(groups)]
         for bucket in self.buckets:
@@ -90,7 +93,7 @@ class DistributedDataParallel:
                 p.grad = None
                 hold("parameters", p.data)
             bucket.set_gradient(allocate("gradients", bucket.size, dtype))
-        self.guard = Guard(self)  # refuses calls that are out of order
+        self.guard = Guard(self)  # its hooks run before those that send, so that it refuses first
         self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
         self.works: list[Pending] = []  # the all-reduces under way
 
@@ -114,7 +117,7 @@ class DistributedDataParallel:
         self.works.append(bucket.comm.all_reduce(gradient, algorithm=self.algorithm, async_op=True))
 
     def after_backward(self) -> None:
-        """Finish the sum, unless inside `no_sync`. A pass over several losses calls this for each; the first sums."""
+        """Finish the sum, unless inside `no_sync`. Each loss of a pass queues this; later calls find no gradients."""
         if self.hooks.enabled and self.hooks.has_gradients:
             self.synchronize()
 

@@ -10,16 +10,29 @@ import numpy as np
 
 from minipar.backend import Array, to_host
 from minipar.comm.communicator import Communicator
+from minipar.errors import UsageError
 from minipar.nn import optim
 from minipar.nn.parameter import Parameter
-from minipar.parallel.hybrid import GradientComm, HybridComm
-from minipar.parallel.placement import ParameterShard, Shard, placement_of
+from minipar.parallel.hybrid import HybridComm
+from minipar.parallel.placement import ParameterShard, is_first_holder, placement_of
 
-BITS = 32  # an integer of a square has as many
+BITS = 32  # Each of the two integers that stand for a square has as many.
+
+
+def check_size(elements: int) -> None:
+    """Raise UsageError if the int64 sums of so many squares could overflow: of more than 2^31."""
+    most = 2 ** (63 - BITS)
+    if elements > most:
+        why = f"the norm adds integers of {BITS} bits in 64 bits, of at most {most} squares"
+        raise UsageError(f'reduction "tree" with {elements} parameters: {why}; use another reduction')
 
 
 def clip_grad_norm(
-    parameters: Sequence[Parameter], max_norm: float | None, dp: GradientComm, tp: Communicator, pp: Communicator
+    parameters: Sequence[Parameter],
+    max_norm: float | None,
+    dp: Communicator | HybridComm,
+    tp: Communicator,
+    pp: Communicator,
 ) -> float:
     """Return the 2-norm of the whole gradient, the same on every rank; scale it to `max_norm`.
 
@@ -28,13 +41,11 @@ def clip_grad_norm(
     """
     axes = [tp, pp]
     if any(isinstance(p, ParameterShard) for p in parameters):
-        ranks = dp.inside if isinstance(dp, HybridComm) else dp
-        assert isinstance(ranks, Communicator), "gradients are summed in their own dtype"
-        axes.append(ranks)
+        axes.append(dp.inside if isinstance(dp, HybridComm) else dp)
     gradients: list[Array] = []
     for p in parameters:
-        # One rank of tp counts what all of them hold whole.
-        if tp.rank == 0 or isinstance(placement_of(p).tp, Shard):
+        # One rank of tp counts what several of them hold.
+        if is_first_holder(placement_of(p).tp):
             gradients.append(p.grad)
     total = exact_square_sum(gradients, axes)
     return optim.clip_grad_norm(parameters, max_norm, norm=math.sqrt(total))
@@ -44,8 +55,8 @@ def exact_square_sum(gradients: Iterable[Array], axes: Iterable[Communicator]) -
     """Return the sum of all squares over the ranks of these axes, the same for any order and any ranks.
 
     Each square is cut into two integers of BITS bits, relative to the largest square of all ranks.
-    Sums of integers are exact. What is below them, 2^-64 of the largest square, is dropped. NB:
-    Demmel and Nguyen 2013 sum floats reproducibly in this way.
+    Sums of integers are exact, of up to 2^31 squares (`check_size`). What is below them, 2^-64 of
+    the largest square, is dropped. NB: Demmel and Nguyen 2013 sum floats reproducibly in this way.
     """
     squares: list[np.ndarray] = []
     for gradient in gradients:

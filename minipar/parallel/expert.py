@@ -43,7 +43,9 @@ class ExpertParallel(Owner):
     """
 
     def __init__(self, model: Module, comm: Communicator, replicas: Communicator) -> None:
-        self.model, self.comm, self.replicas = model, comm, replicas
+        self.model = model
+        self.comm = comm
+        self.replicas = replicas
         self.experts: set[Parameter] = set()  # the parameters of this rank's experts
         self.has_groups = False
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.autograd import Tensor, grad_enabled, queue_callback
 from minipar.backend import Array
@@ -24,9 +25,9 @@ from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.groups import Group, by_unit, groups_over, prepare, segments_of
+from minipar.parallel.groups import Group, by_unit, groups_over, has_segments, place_groups, segments_of
 from minipar.parallel.guards import check_freed, check_wrapping, checksum, refuse_late_state
-from minipar.parallel.hybrid import GradientComm, Pending, in_dtype, over_shards, replicas_of_shards
+from minipar.parallel.hybrid import GradientComm, Pending, in_dtype, over_shards, replicas_of_shards, set_gradient_dtype
 from minipar.parallel.loss import global_mean_loss
 from minipar.parallel.shards import Chunk, all_shards, allocate_gradient, at_backward
 from minipar.parallel.state import gather_state
@@ -40,19 +41,23 @@ class Unit(Bucket):
     so that code that reads a parameter at a wrong time computes NaN.
     """
 
-    def __init__(self, group: Group, comm: GradientComm, replica: int, gradient_dtype: Any) -> None:
+    def __init__(self, group: Group, comm: GradientComm, replica: int, gradient_dtype: DTypeLike) -> None:
         super().__init__(group, comm, replica)
         self.gathering: tuple[Array, Pending] | None = None  # the whole array and its gather; None if freed
         self.dtype = self.parameters[0].dtype
+        data = self.take_own_values()
+        self.chunk = Chunk(self, data, allocate("gradients", data.size, gradient_dtype))
+
+    def take_own_values(self) -> Array:
+        """Return this rank's chunk of the values. The whole array is freed when this function returns."""
         whole = allocate("buffers", self.size, self.dtype)
         for p, view in self.views(whole):
             p.move_to(view)  # computes initial values that were deferred
         self.whole_checksum = checksum(whole)
-        data = whole[self.own].copy()
-        hold("parameters", data)
+        own = whole[self.own].copy()
+        hold("parameters", own)
         self.reshard()
-        del whole, view  # frees the whole array, to which `view` refers too, before gradients are allocated
-        self.chunk = Chunk(self, data, allocate("gradients", data.size, gradient_dtype))
+        return own
 
     def checksum(self) -> int:
         """Return the CRC-32 of the whole parameters, which was computed while the unit was made."""
@@ -87,24 +92,26 @@ class Unit(Bucket):
 
 
 @dataclass(frozen=True)
-class UnitPass:
-    """A segment of the model, and the units that it needs in forward and backward."""
+class SegmentUnits:
+    """A segment of the model, and the units that it and its neighbours need."""
 
     segment: Segment
     reads: Sequence[Unit]  # the segment reads the parameters of these
-    previous: Sequence[Unit]  # the segment before reads these in its backward, which runs next
-    following: Sequence[Unit]  # the segment after reads these in its forward, which runs next
+    next_in_forward: Sequence[Unit]  # the forward after this segment's reads these
+    next_in_backward: Sequence[Unit]  # the backward after this segment's reads these
     completes: Sequence[Unit]  # this segment's backward gives these their last gradient
 
 
-def unit_passes(lists: Sequence[Sequence[Segment]], units: Sequence[Unit]) -> list[UnitPass]:
-    """Return what each segment needs. Each list has segments that follow one another on this rank.
+def units_of_segments(lists: Sequence[Sequence[Segment]], units: Sequence[Unit]) -> list[SegmentUnits]:
+    """Return the units of each segment. Each list has segments that follow one another on this rank.
 
     A parameter that is in no unit is left out: the head of a pipeline's last rank may read the
     embedding, which is in a unit of the first rank.
     """
-    unit_of = {p: unit for unit in units for p in unit.parameters}
-    passes: list[UnitPass] = []
+    unit_of: dict[Parameter, Unit] = {}
+    for unit in units:
+        unit_of.update(dict.fromkeys(unit.parameters, unit))
+    found: list[SegmentUnits] = []
     seen: set[Unit] = set()
     for segments in lists:
         reads: list[list[Unit]] = []
@@ -112,13 +119,18 @@ def unit_passes(lists: Sequence[Sequence[Segment]], units: Sequence[Unit]) -> li
             of_parameters = [unit_of[p] for p in segment.parameters if p in unit_of]
             reads.append(list(dict.fromkeys(of_parameters)))  # without repetition
         for i, segment in enumerate(segments):
-            previous = reads[i - 1] if i > 0 and segments[i - 1].reads_in_backward else []
-            following = reads[i + 1] if i + 1 < len(segments) else []
-            # Backward comes to the first segment that reads a unit last, and completes the unit there.
-            completes = [unit for unit in reads[i] if unit not in seen]
-            passes.append(UnitPass(segment, reads[i], previous, following, completes))
+            before_it_reads = i > 0 and segments[i - 1].reads_in_backward
+            each = SegmentUnits(
+                segment=segment,
+                reads=reads[i],
+                next_in_forward=reads[i + 1] if i + 1 < len(segments) else [],
+                next_in_backward=reads[i - 1] if before_it_reads else [],
+                # Backward comes to the first segment that reads a unit last, and completes it there.
+                completes=[unit for unit in reads[i] if unit not in seen],
+            )
+            found.append(each)
             seen.update(reads[i])
-    return passes
+    return found
 
 
 class FullyShardedDataParallel:
@@ -142,7 +154,7 @@ class FullyShardedDataParallel:
         prefetch: bool = True, segment_lists: Sequence[Sequence[Segment]] | None = None,
         groups: Sequence[Group] | None = None, replicas: int = 1,
         before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
-        gradient_dtype: Any = None, reduce_dtype: Any = None,
+        gradient_dtype: DTypeLike | None = None, reduce_dtype: DTypeLike | None = None,
     ) -> None:  # fmt: skip
         check_wrapping(model, comm, algorithm, replicas)
         self.model = model
@@ -150,9 +162,11 @@ class FullyShardedDataParallel:
         self.algorithm = algorithm
         self.before_reduce = before_reduce
         self.prefetch = prefetch
-        self.shard_comm = over_shards(comm, replicas)
+        self.shard_comm = over_shards(comm, replicas)  # the ranks that share one replica of the shards
+        self.norm_comm = self.shard_comm  # each of them knows the squares of its own shards
         groups = groups_over(comm, by_unit(model)) if groups is None else groups
-        self.gradient_dtype = prepare(model, comm, groups, before_reduce, gradient_dtype, replicas)
+        place_groups(model, comm, groups, before_reduce, replicas)
+        self.gradient_dtype = set_gradient_dtype(model, gradient_dtype)
         replica = comm.rank // self.shard_comm.size  # the number of this rank's replica of the shards
         units: list[Unit] = []
         for group in groups:  # the parameters of one unit at a time are whole
@@ -162,31 +176,42 @@ class FullyShardedDataParallel:
         self.buckets = units[::-1]  # in the order in which backward completes them
         self.chunks: dict[Bucket, Chunk] = {unit: unit.chunk for unit in units}  # in the model's order
         self.shards = all_shards(self.chunks)
-        self.guard = Guard(self, holds_values=False)  # between passes the model's parameters have no values
+        # Between passes the model's parameters have no values. The guard's hooks run before those
+        # that send, so that it refuses first.
+        self.guard = Guard(self, holds_values=False)
         self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
         self.works: list[Pending] = []  # the reduce-scatters under way
         self.is_inside = False  # True while `run_whole` runs a function of the model
-        has_segments = segment_lists is not None or hasattr(model, "segments")
-        for needs in unit_passes([segments_of(model)] if segment_lists is None else segment_lists, units):
-            if has_segments:  # `self.run` gathers and frees around the segment's own `run`
-                needs.segment.run = partial(self.run, needs, needs.segment.run)
-            else:  # the whole model is one unit
-                model.loss_sum = partial(self.run_whole, needs, model.loss_sum)  # type: ignore[method-assign]
-                for _, module in model.named_modules():  # a script may call a module inside the model by itself
-                    module.forward = partial(self.run_whole, needs, module.forward)  # type: ignore[method-assign]
+        lists = [segments_of(model)] if segment_lists is None else segment_lists
+        needs = units_of_segments(lists, units)
+        if segment_lists is not None or has_segments(model):
+            self.wrap_segments(needs)
+        else:
+            self.wrap_whole_model(needs[0])
+
+    def wrap_segments(self, needs: Sequence[SegmentUnits]) -> None:
+        """Gather and free around each segment's own `run`."""
+        for each in needs:
+            each.segment.run = partial(self.run, each, each.segment.run)
+
+    def wrap_whole_model(self, needs: SegmentUnits) -> None:
+        """Gather and free around whatever a script calls: the loss, the model, or a module inside it."""
+        self.model.loss_sum = partial(self.run_whole, needs, self.model.loss_sum)  # type: ignore[method-assign]
+        for _, module in self.model.named_modules():
+            module.forward = partial(self.run_whole, needs, module.forward)  # type: ignore[method-assign]
 
     # ---- gathering and freeing: before and after a segment's forward and backward
 
-    def run(self, needs: UnitPass, forward: Callable[[Any], Any], x: Any) -> Any:
+    def run(self, needs: SegmentUnits, forward: Callable[[Any], Any], x: Any) -> Any:
         """Run a segment; gather and free its units before and after its forward and its backward."""
         backward_is_next = needs.segment.is_last and grad_enabled.get()
-        self.pre_forward(needs.reads, needs.previous if backward_is_next else needs.following)
+        self.pre_forward(needs, backward_is_next)
         y = forward(at_backward(x, partial(self.post_backward, needs)))  # backward comes to x after the segment
         if not backward_is_next:
             self.post_forward(needs)
         return at_backward(y, partial(self.pre_backward, needs))  # backward comes to y before the segment
 
-    def run_whole(self, needs: UnitPass, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    def run_whole(self, needs: SegmentUnits, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Run a function of a model that is one unit. Calls inside this call neither gather nor free."""
         if self.is_inside:
             return function(*inputs, **options)
@@ -200,31 +225,41 @@ class FullyShardedDataParallel:
         finally:
             self.is_inside = False
 
-    def pre_forward(self, units: Sequence[Unit], following: Sequence[Unit]) -> None:
-        """Gather `units` and wait for them. With `prefetch`, start to gather `following` before that wait."""
-        started = [*units, *following] if self.prefetch else units
-        for unit in started:
+    def pre_forward(self, needs: SegmentUnits, backward_is_next: bool) -> None:
+        """Gather the units that the segment reads, and prefetch those of what runs next."""
+        self.gather(needs.reads, needs.next_in_backward if backward_is_next else needs.next_in_forward)
+
+    def post_forward(self, needs: SegmentUnits) -> None:
+        """Free the units that the segment reads. Its backward gathers them again."""
+        self.free(needs.reads)
+
+    def pre_backward(self, needs: SegmentUnits) -> None:
+        """Gather the segment's units, if its backward reads them; allocate the gradients that it completes."""
+        if needs.segment.reads_in_backward:
+            self.gather(needs.reads, needs.next_in_backward)
+            queue_callback(partial(self.post_backward, needs))  # for an input without a gradient, such as tokens
+        for unit in needs.completes:
+            allocate_gradient(unit, self.works, self.hooks.enabled)
+
+    def post_backward(self, needs: SegmentUnits) -> None:
+        """Free the units that the segment reads. The next forward gathers them again."""
+        self.free(needs.reads)
+
+    def gather(self, units: Sequence[Unit], prefetched: Sequence[Unit]) -> None:
+        """Gather `units` and wait for them. With `prefetch`, start to gather `prefetched` before that wait."""
+        for unit in units:
             unit.unshard()
+        if self.prefetch:
+            for unit in prefetched:
+                unit.unshard()
         for unit in units:
             unit.wait_for_unshard()
 
-    def post_forward(self, needs: UnitPass) -> None:
-        """Free the units that the segment reads."""
-        for unit in needs.reads:
+    def free(self, units: Sequence[Unit]) -> None:
+        """Free those of `units` that are gathered."""
+        for unit in units:
             if unit.gathering is not None:
                 unit.reshard()
-
-    def pre_backward(self, needs: UnitPass) -> None:
-        """Gather the segment's units, if its backward reads them; allocate the gradients that it completes."""
-        if needs.segment.reads_in_backward:
-            self.pre_forward(needs.reads, needs.previous)
-            queue_callback(partial(self.post_backward, needs))  # for an input without a gradient, such as tokens
-        for unit in needs.completes:
-            allocate_gradient(unit, self.gradient_dtype, self.works, self.hooks.enabled)
-
-    def post_backward(self, needs: UnitPass) -> None:
-        """Free the units that the segment reads. The next forward gathers them again."""
-        self.post_forward(needs)
 
     # ---- gradients, and what a script calls (zero.py has most of these functions, too)
 
@@ -232,17 +267,17 @@ class FullyShardedDataParallel:
         """Return this rank's shards, in the model's order."""
         return self.shards
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Array) -> Tensor:
         return self.model(*inputs)
 
-    def loss(self, x: Any, y: Any) -> Tensor:
+    def loss(self, x: Array, y: Array) -> Tensor:
         """Return the mean loss over the targets of all ranks. All ranks call it. Backward ends in `after_backward`."""
         self.guard.before_loss(x, y)
         return global_mean_loss(self.model, self.comm, x, y, self.guard.before_backward, self.after_backward)
 
     def reduce(self, unit: Bucket) -> None:
         """Start to reduce-scatter the whole gradient of a unit, which is freed when it has been sent."""
-        allocate_gradient(unit, self.gradient_dtype, self.works, self.hooks.enabled)  # if backward has not
+        allocate_gradient(unit, self.works, self.hooks.enabled)  # if backward has not
         gradient = unit.complete()
         if self.before_reduce is not None:
             self.before_reduce(unit.parameters)
@@ -287,7 +322,7 @@ class FullyShardedDataParallel:
     def clip_grad_norm(self, max_norm: float | None) -> float:
         """Return the whole gradient's 2-norm; scale a larger gradient down to `max_norm`. Sends a float64."""
         self.guard.before_norm()
-        return clip_grad_norm(self.shards, max_norm, self.shard_comm)
+        return clip_grad_norm(self.shards, max_norm, self.norm_comm)
 
     def replicas(self) -> list[tuple[Communicator, Sequence[Parameter]]]:
         """Return the ranks that hold the same shards, and these shards. Without `replicas` the list is empty."""

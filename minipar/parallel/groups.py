@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from numpy.typing import DTypeLike
-
-from minipar.backend import xp
 from minipar.comm.communicator import Communicator
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
@@ -41,14 +38,22 @@ def by_size(parameters: Sequence[Parameter], bucket_bytes: int, first_bucket_byt
             groups.insert(0, [])
         groups[0].insert(0, p)
         held += p.size * p.dtype.itemsize
-        if held >= (bucket_bytes if len(groups) > 1 else first_bucket_bytes):
+        enough = bucket_bytes if len(groups) > 1 else first_bucket_bytes
+        if held >= enough:
             held = 0
     return groups
 
 
+def has_segments(model: Module) -> bool:
+    """Return whether the model lists its segments."""
+    return bool(getattr(model, "segments", []))
+
+
 def segments_of(model: Module) -> list[Segment]:
     """Return the model's segments in the order in which they run; without any it is one."""
-    return getattr(model, "segments", None) or [Segment("model", model.forward, model.parameters(), is_last=True)]
+    if has_segments(model):
+        return getattr(model, "segments", [])
+    return [Segment("model", model.forward, model.parameters(), is_last=True)]
 
 
 def by_unit(model: Module) -> list[list[Parameter]]:
@@ -77,11 +82,10 @@ def number_units(groups: Sequence[Group]) -> None:
                 update(p, unit=group.unit, units=groups[-1].unit + 1)
 
 
-def prepare(
-    model: Module, comm: Communicator, groups: Sequence[Group], before_reduce: object,
-    dtype: DTypeLike | None, replicas: int = 1,
-) -> DTypeLike:  # fmt: skip
-    """Place the parameters in their units; return the gradients' dtype, float32 at least.
+def place_groups(
+    model: Module, comm: Communicator, groups: Sequence[Group], before_reduce: object, replicas: int = 1
+) -> None:
+    """Record the placement of each parameter and its unit.
 
     UsageError or ValueError for groups that cannot be summed together (guards.py).
     """
@@ -89,8 +93,3 @@ def prepare(
     check_groups(comm, [(group.parameters, group.comm) for group in groups], before_reduce, replicas)
     attach_placements(model)
     number_units(groups)
-    dtype = dtype or xp.promote_types(groups[0].parameters[0].dtype, "float32")
-    for p in model.parameters():
-        for leaf in (p, *p.ties):
-            leaf.grad_dtype = dtype
-    return dtype

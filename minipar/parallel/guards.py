@@ -13,7 +13,7 @@ from minipar.comm.trace import unseen
 from minipar.errors import UsageError, check_divides, print_line
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter, owners_of
-from minipar.parallel.placement import Partial, Placement, placement_of
+from minipar.parallel.placement import Placement, placement_of, terms
 
 
 def is_wrapper(model: Any) -> bool:
@@ -58,7 +58,10 @@ def check_groups(
     have left to be summed elsewhere: gradients that cover a part of the tokens, and experts that
     other ranks do not hold.
     """
-    check_one_dtype([p for parameters, _ in groups for p in parameters])
+    every: list[Parameter] = []
+    for parameters, _ in groups:
+        every += parameters
+    check_one_dtype(every)
     for parameters, ranks in groups:
         if ranks is not comm and replicas > 1:
             raise UsageError(f"{replicas} replicas of shards: those of experts have none; give 1 replica or ep = 1")
@@ -80,8 +83,8 @@ def check_summed(placement: Placement, over_all: bool, before_reduce: object) ->
         why = f"{placement.name} is an expert's, and the ranks of ep hold different experts and different tokens"
         remedy = "experts = mp.expert_parallel(...), then mp.shard(..., groups=experts.groups(mesh.dp_cp))"
         raise UsageError(f"{why}: write {remedy}")
-    if isinstance(placement.tp, Partial) and placement.tp.ranks > 1 and before_reduce is None:
-        why = f"the gradient of {placement.name} covers a part of the tokens or columns on each rank of tp"
+    if terms(placement.tp) > 1 and before_reduce is None:
+        why = f"the gradient of {placement.name} covers a part of the tokens, columns or heads on each rank of tp"
         remedy = "tensor = mp.tensor_parallel(...), then mp.shard(..., before_reduce=tensor.sum_partial)"
         raise UsageError(f"{why}: write {remedy}")
 
@@ -279,11 +282,16 @@ def check_algorithm(algorithm: Any) -> None:
         raise ValueError(f'algorithm "{algorithm}": expected ring, ordered or tree')
 
 
+def is_power_of_two(count: int) -> bool:
+    """Return whether `count` is 1, 2, 4, 8, ..."""
+    return count.bit_count() == 1 and count > 0
+
+
 def check_tree(reduction: str, leaves: int, ranks: int) -> None:
     """Raise UsageError unless sums as trees have leaves, a power of two of them, with as many on each rank."""
     if (reduction == "tree") != (leaves > 0):
         remedy = 'give reduction="tree" and tree_leaves=leaf_count(model.config, length), or neither'
         raise UsageError(f'reduction "{reduction}" with tree_leaves = {leaves}: {remedy}')
-    if leaves & (leaves - 1):
+    if leaves > 0 and not is_power_of_two(leaves):
         raise UsageError(f"tree_leaves = {leaves} is no power of two: a balanced tree needs one")
     check_divides("tree_leaves/tp", leaves, ranks, "each rank has as many leaves")

@@ -1,6 +1,6 @@
 """Communicators for gradients: one sums on two levels of ranks, one sums in another dtype.
 
-A strategy sums the gradients of a bucket by one call of the bucket's GradientComm, which is one of:
+A strategy starts the sum of a bucket's gradients by one call of its GradientComm, which is one of:
 
 - a Communicator, which sums over all its ranks;
 - a HybridComm, which sums within a replica of the shards, then over the replicas (hybrid sharding);
@@ -9,14 +9,15 @@ A strategy sums the gradients of a bucket by one call of the bucket's GradientCo
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 from numpy.typing import DTypeLike
 
 from minipar.backend import Array, xp
-from minipar.comm.communicator import Communicator
+from minipar.comm.communicator import Communicator, Result
 from minipar.comm.work import Work
 from minipar.memory import hold
+from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
 
 
@@ -28,18 +29,21 @@ class Pending(Protocol):
 
 
 class GradientComm(Protocol):
-    """The collectives that a bucket calls. A Communicator has them, and so have the classes below."""
+    """The collectives that a bucket starts. A Communicator has them, and so have the classes below.
+
+    Each call starts one and returns at once.
+    """
 
     rank: int
     size: int
 
-    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Array:
+    def all_reduce(self, x: Array, *, algorithm: str, async_op: Literal[True]) -> Pending:
         """Sum x over the ranks, in place."""
 
-    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
+    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: Literal[True]) -> Pending:
         """Sum x over the ranks, and write this rank's chunk of the sum into `out`."""
 
-    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
+    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: Literal[True]) -> Pending:
         """Gather the chunks of all ranks into `out`."""
 
 
@@ -57,16 +61,16 @@ class HybridComm:
         self.rank = self.inside.rank
         self.size = self.inside.size
 
-    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Array:
+    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Result:
         """Sum x over the ranks of this replica alone: the other replicas hold the same chunks."""
         return self.inside.all_reduce(x, algorithm=algorithm, async_op=async_op)
 
-    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
-        """Reduce-scatter x inside, then all-reduce `out` across. `async_op` must be True: this does not wait."""
-        first = self.inside.reduce_scatter(x, out=out, algorithm=algorithm, async_op=True)
+    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: Literal[True]) -> Pending:
+        """Start to reduce-scatter x inside; its end starts an all-reduce of `out` across."""
+        first = self.inside.reduce_scatter(x, out=out, algorithm=algorithm, async_op=async_op)
         return _TwoSums(first, self.across, out, algorithm)
 
-    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
+    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: Literal[True]) -> Pending:
         """Gather the chunks of this replica into `out`."""
         return self.inside.all_gather(chunk, out=out, algorithm=algorithm, async_op=async_op)
 
@@ -98,22 +102,22 @@ class CastingComm:
         self.rank = comm.rank
         self.size = comm.size
 
-    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Array:
-        """Sum x over the ranks, in place. `async_op` must be True: this does not wait."""
+    def all_reduce(self, x: Array, *, algorithm: str, async_op: Literal[True]) -> Pending:
+        """Start to sum x over the ranks; the sum is in x after `wait`."""
         wire = x.astype(self.dtype)
         hold("gradients", wire)  # this copy of all gradients lives until they are summed
-        work = self.comm.all_reduce(wire, algorithm=algorithm, async_op=True)
+        work = self.comm.all_reduce(wire, algorithm=algorithm, async_op=async_op)
         return _CastBack(work, wire, x)
 
-    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
-        """Write this rank's chunk of the sum into `out`. `async_op` must be True: this does not wait."""
+    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: Literal[True]) -> Pending:
+        """Start to sum x over the ranks; this rank's chunk of the sum is in `out` after `wait`."""
         wire = x.astype(self.dtype)
         chunk = xp.empty(out.shape, dtype=self.dtype)
         hold("buffers", wire, chunk)
-        work = self.comm.reduce_scatter(wire, out=chunk, algorithm=algorithm, async_op=True)
+        work = self.comm.reduce_scatter(wire, out=chunk, algorithm=algorithm, async_op=async_op)
         return _CastBack(work, chunk, out)
 
-    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Array:
+    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: Literal[True]) -> Pending:
         """Gather parameters, which keep their dtype."""
         return self.comm.all_gather(chunk, out=out, algorithm=algorithm, async_op=async_op)
 
@@ -149,3 +153,13 @@ def replicas_of_shards(
 ) -> list[tuple[Communicator, Sequence[Parameter]]]:
     """Return the ranks that hold the same shards, and these shards. Without replicas the list is empty."""
     return [(comm.across, shards)] if isinstance(comm, HybridComm) else []
+
+
+def set_gradient_dtype(model: Module, dtype: DTypeLike | None) -> DTypeLike:
+    """Let the model's gradients have `dtype`, by default float32 at least. Return it."""
+    if dtype is None:
+        dtype = xp.promote_types(model.parameters()[0].dtype, "float32")
+    for p in model.parameters():
+        for leaf in (p, *p.ties):
+            leaf.grad_dtype = dtype
+    return dtype

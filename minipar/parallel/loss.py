@@ -16,7 +16,7 @@ def global_mean(comm: Communicator, loss_sum: float, count: int) -> tuple[float,
 
     In a mean of the ranks' means, a target of a rank with few would weigh more. All-reduces two float64.
     """
-    total = comm.all_reduce(np.array([loss_sum, count], dtype=np.float64), algorithm="ordered")
+    total = comm.all_reduce(np.array([float(loss_sum), count]), algorithm="ordered")
     return float(total[0] / max(1.0, total[1])), int(total[1])
 
 

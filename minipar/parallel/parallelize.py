@@ -65,12 +65,15 @@ def parallelize(
 
     `reduction` is the algorithm of all sums over ranks.
 
-    pp > 1 needs a `schedule`, or UsageError, and the `length` in tokens of the sequences. With
-    `segments_as_units`, the gradient's norm is summed segment by segment: a device that is compared
-    with a pipeline then sums in the same order as the pipeline.
+    pp > 1 needs a `schedule`, and "tree" the `length` of the sequences in tokens, or UsageError. A
+    pipeline's stages are cut by their cost at that length. With `segments_as_units`, the gradient's
+    norm is summed segment by segment: a device that is compared with a pipeline then sums in the
+    same order as the pipeline.
     """
     if mesh.pp.size > 1 and schedule is None:
         raise UsageError(f"pp = {mesh.pp.size}, but schedule is None: give the order of the pipeline's actions")
+    if reduction == "tree" and length == 0:
+        raise UsageError('reduction "tree", but length = 0: give the tokens of a sequence, which leaves share equally')
 
     # Context parallelism: each rank of cp gets a part of every sequence. Attention also needs the
     # keys and values of the other parts, which ranks send to one another.
@@ -99,11 +102,6 @@ def parallelize(
         units = pipeline.groups
         segment_lists = [stage.segments for stage in pipeline.stages.values()]
 
-    # The gradients of each leaf of a tree are summed over tp when backward has computed them.
-    before_reduce = None if tensor is None else tensor.sum_partial
-    if leaves:
-        before_reduce = nothing_left_to_sum
-
     # Data parallelism: ranks of dp have other sequences, and ranks of cp have other parts of them.
     # Gradients are therefore summed over both.
     ddp = shard(
@@ -114,15 +112,11 @@ def parallelize(
         groups=experts.groups(mesh.dp_cp, units),
         segment_lists=segment_lists,
         replicas=replicas,
-        before_reduce=before_reduce,
+        before_reduce=None if tensor is None else tensor.sum_partial,
         gradient_dtype=gradient_dtype,
         reduce_dtype=reduce_dtype,
     )
     return Parallelized(ddp, context, tensor, experts, pipeline)
-
-
-def nothing_left_to_sum(parameters: Sequence[Parameter]) -> None:
-    """Do nothing before data parallelism sums these gradients: they are complete."""
 
 
 def shard(
@@ -145,6 +139,8 @@ def shard(
     """
     check_wrapping(model, comm, algorithm)
     if groups is None:
+        # Stage 0 has the buckets of the other stages, and so their bits: the bounds of a ring's chunks
+        # decide the order of its sums. Made without `shard`, DistributedDataParallel fills them by size.
         groups = groups_over(comm, by_unit(model))
     if stage == 0:
         refuse_replicas(replicas)

@@ -4,6 +4,7 @@ A chunk holds shards of parameters. The optimizer updates these shards.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from minipar.autograd import Tensor, mapping
@@ -38,7 +39,7 @@ class Chunk:
         self.shards.append(shard)
 
     def room_for_sum(self) -> Array:
-        """Return the array for the next sum: `gradient`, or a new array if `gradient` holds a sum already."""
+        """Return the array for the next sum: `gradient`, or a new one while the guard leaves a sum in `gradient`."""
         if all(shard.grad is None for shard in self.shards):
             return self.gradient
         self.later_sums.append(allocate("buffers", self.gradient.size, self.gradient.dtype))
@@ -54,23 +55,18 @@ class Chunk:
 
 
 def all_shards(chunks: Mapping[Bucket, Chunk]) -> list[Parameter]:
-    """Return the shards of all chunks. A rank without elements has one empty shard.
-
-    An optimizer finds the guard of its strategy through the parameters that it holds, so it needs
-    one on each rank.
-    """
+    """Return the shards of all chunks. Without elements it is an empty one: optimizers find the guard through it."""
     if not any(chunk.shards for chunk in chunks.values()):
         bucket, chunk = next(iter(chunks.items()))
         chunk.add_shard(bucket.parameters[0], range(0), 0)
-    return [shard for chunk in chunks.values() for shard in chunk.shards]
+    return list(chain.from_iterable([chunk.shards for chunk in chunks.values()]))
 
 
-def allocate_gradient(bucket: Bucket, dtype: Any, works: Sequence[Pending], sends: bool) -> None:
+def allocate_gradient(bucket: Bucket, works: Sequence[Pending], sends: bool) -> None:
     """Make the array in which backward writes a bucket's whole gradient, unless there is one.
 
-    `sends` says whether this backward sends gradients. If it does, this function first waits for
-    all reduce-scatters under way (`works`) but the last, so that their whole gradients are freed.
-    If it does not (`no_sync`), the array stays until the last microbatch.
+    If this backward `sends` gradients, wait first for all reduce-scatters under way (`works`) but the
+    last, which frees their whole gradients. Under `no_sync` the array stays until the last microbatch.
     """
     if bucket.gradient is not None:
         return
@@ -78,19 +74,15 @@ def allocate_gradient(bucket: Bucket, dtype: Any, works: Sequence[Pending], send
         for work in works[:-1]:
             work.wait()
     kind = "buffers" if sends else "gradients"  # the kind of memory in minipar/memory.py's account
-    bucket.set_gradient(allocate(kind, bucket.size, dtype))
+    bucket.set_gradient(allocate(kind, bucket.size, bucket.parameters[0].grad_dtype))
 
 
 def at_backward(x: Any, call: Callable[[], None]) -> Any:
-    """Return x through an identity; backward calls `call()` when it comes to the identity.
-
-    x may be a tuple or a list. A value without a gradient, such as tokens, is returned as it is,
-    and `call()` does not happen.
-    """
+    """Return x, or the items of a tuple or list, through an identity at which backward calls `call()`."""
     if isinstance(x, tuple | list):
         return type(x)([at_backward(item, call) for item in x])
     if not (isinstance(x, Tensor) and x.requires_grad):
-        return x
+        return x  # such as tokens: backward does not come here
 
     def backward(grad: Array) -> Array:
         call()

@@ -1,8 +1,8 @@
 """The serial model's state, put together from what the ranks own: loops over placements.
 
 Each element of each parameter is owned by exactly one rank: the data-parallel rank that has its
-chunk, the tensor-parallel rank that holds it (rank 0 where all hold it), the pipeline rank of its
-stage.
+chunk, the tensor-parallel rank that holds it (the first one where several hold it), the pipeline
+rank of its stage.
 """
 
 import json
@@ -18,12 +18,12 @@ from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
-from minipar.parallel.placement import Shard, TensorPlacement, elements_of, placement_of
+from minipar.parallel.placement import Shard, TensorPlacement, elements_of, is_first_holder, placement_of
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a parameter that a tensor-parallel rank holds: a Shard without its size."""
+    """The part of a parameter that a tensor-parallel rank holds: a Shard without its size and copies."""
 
     dim: int
     groups: int
@@ -64,8 +64,8 @@ class Piece:
 def owned_elements(parameter: Parameter) -> range:
     """Return which elements of a local parameter this rank owns, and no other."""
     placement = placement_of(parameter)
-    if placement.tp.rank > 0 and not isinstance(placement.tp, Shard):
-        return range(0)  # all tensor-parallel ranks hold them
+    if not is_first_holder(placement.tp):
+        return range(0)  # another tensor-parallel rank holds them too
     if placement.dp is None:
         return range(parameter.size)
     if placement.dp.replica > 0:

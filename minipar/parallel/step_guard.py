@@ -15,7 +15,7 @@ from minipar.errors import UsageError
 from minipar.nn.module import Module
 from minipar.nn.optim_guards import check_gradients
 from minipar.nn.parameter import Owner, Parameter, Updating
-from minipar.parallel.guards import check_alike, check_parted, check_start, note_same_batch
+from minipar.parallel.guards import check_alike, check_parted, check_start, is_power_of_two, note_same_batch
 from minipar.parallel.placement import placement_of
 
 ADDED = "backward() after optimizer.step() would add to the gradients of the last step"
@@ -60,12 +60,16 @@ class Guard(Owner):
     """
 
     def __init__(self, strategy: DataParallel, holds_values: bool = True) -> None:
-        self.strategy, self.holds_values = strategy, holds_values
+        self.strategy = strategy
+        self.holds_values = holds_values
         self.wrapper = type(strategy).__name__
-        held, given = strategy.model.parameters(), strategy.parameters()
+        held = strategy.model.parameters()
+        given = strategy.parameters()
         self.given = set(given)
         self.sharded = not self.given <= set(held)
-        self.leaves = [leaf for p in held for leaf in (p, *p.ties)]
+        self.leaves: list[Tensor] = []
+        for p in held:
+            self.leaves += [p, *p.ties]
         self.values = {p: p.data for p in held}  # as the strategy has left them
         self.state = "none"  # gradients are none, local (not summed over the ranks yet), summed, stepped
         self.is_scaled = False  # inside a backward pass of a loss that was divided by the global count
@@ -247,11 +251,6 @@ class Guard(Owner):
         placements = [placement_of(p) for p in self.strategy.model.parameters()]
         if any(placement.tp.ranks > 1 or placement.pp > 0 for placement in placements):
             raise ValueError(f"tensor or pipeline parallelism has placed this model too: call minipar.{function}")
-
-
-def is_power_of_two(count: int) -> bool:
-    """Return whether ranks are compared again after so many losses or steps: 1, 2, 4, 8, ..."""
-    return count.bit_count() == 1
 
 
 def by_ranks(held: Iterable[tuple[Communicator, Sequence[Array]]]) -> list[tuple[Communicator, list[Array]]]:

@@ -22,7 +22,7 @@ each product is computed leaf by leaf, as products of shapes that all layouts ha
                 layer's gradient of its input, the softmax of the vocabulary) they add up as a tree.
     tokens      K equal blocks of each sequence, of which sequence parallelism gives a rank some:
                 the gradients of norms and of row layers' biases
-    norm        none: the sum of the squares is computed without any rounding (exact_norm.py)
+    norm        none: no rounding of the sum of the squares depends on an order (exact_norm.py)
 
 Attention computes each head by itself anyhow, and all else works on rows or on single elements. So
 the layers of tensor parallelism, which ask this file for their products and sums, compute on one
@@ -30,21 +30,17 @@ device too, whose group has one rank. What cannot have the same bits is refused 
 NB: Villa et al. 2009 sum a fixed tree for the same reason; Demmel and Nguyen 2013 sum exactly.
 """
 
+from collections.abc import Callable
 from math import gcd
 from typing import Any
 
 from minipar.autograd import LazyGradient, Tensor, operation
 from minipar.autograd.fused import _LayerNorm, add_rows, as_rows, getter, product
-from minipar.autograd.rules import Gradient, Result
+from minipar.autograd.rules import Gradient, Gradients, Result
 from minipar.autograd.tensor import Function, record
 from minipar.backend import Array, xp
 from minipar.nn.layers import LayerNorm, RMSNorm
 from minipar.nn.transformer import TransformerConfig
-
-
-def is_power_of_two(count: int) -> bool:
-    """Return whether so many leaves or ranks can be added as a balanced tree: 1, 2, 4, 8, ..."""
-    return count > 0 and count & (count - 1) == 0
 
 
 def leaf_count(model: TransformerConfig, length: int) -> int:
@@ -52,8 +48,11 @@ def leaf_count(model: TransformerConfig, length: int) -> int:
 
     The model and the length of its sequences decide it, and so the largest tp.
     """
-    sizes = gcd(model.n_head, model.n_kv_head, model.n_inner, model.vocab_size, length)
-    return sizes & -sizes
+    common = gcd(model.n_head, model.n_kv_head, model.n_inner, model.vocab_size, length)
+    leaves = 1
+    while common % (2 * leaves) == 0:
+        leaves *= 2
+    return leaves
 
 
 def tree_sum(terms: Array) -> Array:
@@ -84,67 +83,83 @@ def join(blocks: Array, groups: int = 1) -> Array:
     return separate.transpose(1, 2, 0, 3).reshape(rows, leaves * width)
 
 
-def side_by_side(a: Array, b: Array, leaves: int, groups: int = 1) -> Array:
-    """Compute a @ b, each leaf of the columns of b by itself: (n, k) @ (k, c) -> (n, c)."""
+def multiply_by_leaves(a: Array, b: Array, leaves: int, groups: int = 1) -> Array:
+    """Compute a @ b, each leaf of the columns of b by itself: (n, k) @ (k, c) -> (n, c).
+
+    Each column's sum is over the same rows, whoever has the column.
+    """
     same = xp.broadcast_to(a, (leaves, *a.shape))
     return join(product(same, cut(b, leaves, groups)), groups)
 
 
-def added_up(a: Array, b: Array, leaves: int, groups: int = 1) -> Array:
+def multiply_as_tree(a: Array, b: Array, leaves: int, groups: int = 1) -> Array:
     """Compute a @ b.T as the tree of the products of their leaves: (n, c), (k, c) -> (n, k)."""
     return tree_sum(product(cut(a, leaves, groups), cut(b, leaves, groups).swapaxes(1, 2)))
 
 
-class _LeafLinear(Function):
-    """The node of `column_linear` and of `row_linear`."""
+class _ColumnLeaves(Function):
+    """The node of `column_linear`."""
 
-    def forward(
-        self, x: Array, weight: Array, bias: Array | None, transposed: bool,
-        by_columns: bool, leaves: int, groups: int,
-    ) -> Array:  # fmt: skip
+    def forward(self, x: Array, weight: Array, bias: Array | None, transposed: bool, leaves: int, groups: int) -> Array:
         self.transposed = transposed
-        self.by_columns = by_columns
         self.leaves = leaves
         self.groups = groups
         rows = as_rows(x)  # (N, in)
         self.save_for_backward(x=rows, weight=getter(self.input_leaves[1], weight))
         matrix = weight.T if transposed else weight  # (in, out)
-        if by_columns:
-            y = side_by_side(rows, matrix, leaves, groups)  # (N, out)
-        else:
-            y = added_up(rows, matrix.T, leaves)  # (N, out)
+        y = multiply_by_leaves(rows, matrix, leaves, groups)  # (N, out)
         if bias is not None:
             y += bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
-    def backward(self, grad: Array, x: Array, weight: Any) -> Any:
+    def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Gradients:
         g = as_rows(grad)  # (N, out)
 
         def compute_dweight(out: Array | None) -> Array:
-            if self.by_columns:
-                dweight = side_by_side(x.T, g, self.leaves, self.groups)  # (in, out)
-            else:
-                dweight = side_by_side(g.T, x, self.leaves).T  # (in, out)
-            return written(dweight.T if self.transposed else dweight, out)
+            dweight = multiply_by_leaves(x.T, g, self.leaves, self.groups)  # (in, out)
+            return copy_rows(dweight.T if self.transposed else dweight, out)
 
         def compute_dbias(out: Array | None) -> Array:
             return g.sum(axis=0, out=out)  # (out,)
 
         dx = None
         if self.needs[0]:
-            w = weight()
-            matrix = w.T if self.transposed else w  # (in, out)
-            if self.by_columns:
-                dx = added_up(g, matrix, self.leaves, self.groups)  # (N, in)
-            else:
-                dx = side_by_side(g, matrix.T, self.leaves)  # (N, in)
+            matrix = weight().T if self.transposed else weight()  # (in, out)
+            dx = multiply_as_tree(g, matrix, self.leaves, self.groups)  # (N, in)
             dx = dx.reshape(*grad.shape[:-1], x.shape[-1])
         dweight = LazyGradient(compute_dweight) if self.needs[1] else None
         dbias = LazyGradient(compute_dbias) if self.needs[2] else None
-        return dx, dweight, dbias, None, None, None, None
+        return dx, dweight, dbias, None, None, None
 
 
-def written(array: Array, out: Array | None) -> Array:
+class _RowLeaves(Function):
+    """The node of `row_linear`."""
+
+    def forward(self, x: Array, weight: Array, transposed: bool, leaves: int) -> Array:
+        self.transposed = transposed
+        self.leaves = leaves
+        rows = as_rows(x)  # (N, in)
+        self.save_for_backward(x=rows, weight=getter(self.input_leaves[1], weight))
+        y = multiply_as_tree(rows, weight if transposed else weight.T, leaves)  # (N, out)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Gradients:
+        g = as_rows(grad)  # (N, out)
+
+        def compute_dweight(out: Array | None) -> Array:
+            dweight = multiply_by_leaves(g.T, x, self.leaves)  # (out, in)
+            return copy_rows(dweight if self.transposed else dweight.T, out)
+
+        dx = None
+        if self.needs[0]:
+            matrix = weight() if self.transposed else weight().T  # (out, in)
+            dx = multiply_by_leaves(g, matrix, self.leaves)  # (N, in)
+            dx = dx.reshape(*grad.shape[:-1], x.shape[-1])
+        dweight = LazyGradient(compute_dweight) if self.needs[1] else None
+        return dx, dweight, None, None
+
+
+def copy_rows(array: Array, out: Array | None) -> Array:
     """Copy the array into `out`, or into new memory, row after row."""
     if out is None:
         return xp.ascontiguousarray(array)
@@ -156,12 +171,12 @@ def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, leaves: int, groups: int = 1
 ) -> Tensor:
     """Compute `linear` of a layer whose columns are cut; the gradient of x is a tree over them."""
-    return _LeafLinear.apply(x, weight, bias, transposed, True, leaves, groups)
+    return _ColumnLeaves.apply(x, weight, bias, transposed, leaves, groups)
 
 
 def row_linear(x: Tensor, weight: Tensor, transposed: bool, leaves: int) -> Tensor:
     """Compute `linear` of a layer whose rows are cut; the result is a tree over them."""
-    return _LeafLinear.apply(x, weight, None, transposed, False, leaves, 1)
+    return _RowLeaves.apply(x, weight, transposed, leaves)
 
 
 def column_sums(rows: Array, leaves: int) -> Array:
@@ -186,7 +201,7 @@ class _LeafNorm(_LayerNorm):
         super().__init__()
         self.leaves = leaves
 
-    def backward(self, grad: Array, xhat: Array, rstd: Array, weight: Any) -> Any:
+    def backward(self, grad: Array, xhat: Array, rstd: Array, weight: Callable[[], Array]) -> Gradients:
         dx, _, _, _ = super().backward(grad, xhat, rstd, weight)
         dweight = token_sums(grad * xhat, self.leaves)
         dbias = token_sums(grad, self.leaves) if self.centers else None
@@ -253,6 +268,7 @@ class TreeSum:
     def add(self, number: int, term: Any) -> None:
         """Add term `number`, and each subtree that it completes."""
         leaves = 1
+        # number ^ 1 is the other one of its pair: 0 and 1, 2 and 3, ...
         while (leaves, number ^ 1) in self.subtrees:
             term = self.subtrees.pop((leaves, number ^ 1)) + term
             leaves *= 2

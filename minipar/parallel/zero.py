@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.autograd import Tensor
 from minipar.backend import Array
@@ -24,9 +25,9 @@ from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.groups import Group, by_unit, groups_over, prepare
+from minipar.parallel.groups import Group, by_unit, groups_over, place_groups, segments_of
 from minipar.parallel.guards import check_wrapping, refuse_late_state
-from minipar.parallel.hybrid import Pending, in_dtype, over_shards, replicas_of_shards
+from minipar.parallel.hybrid import Pending, in_dtype, over_shards, replicas_of_shards, set_gradient_dtype
 from minipar.parallel.loss import global_mean_loss
 from minipar.parallel.shards import Chunk, all_shards, allocate_gradient, at_backward
 from minipar.parallel.state import gather_state
@@ -36,11 +37,10 @@ from minipar.parallel.step_guard import Guard
 class ZeroStage1:
     """Data parallelism with sharded optimizer state: each rank updates its chunk of the model.
 
-    Use it as DistributedDataParallel. `parameters()` returns this rank's shards, so that AdamW keeps
-    its two moments for 1/d of the model. Each of `groups` becomes a bucket; without them, each unit of
-    the model does (`by_unit`). Rank r has chunk r of each bucket. In a step, each rank sends
-    2 Psi (d-1)/d elements, and one float64 for the norm. With `replicas` = q, d/q neighbouring ranks
-    hold one replica of the shards (hybrid.py), and d/q takes the place of d in these terms.
+    Use it as DistributedDataParallel. Each of `groups`, or each unit of the model, becomes a bucket,
+    of which rank r has chunk r. `parameters()` returns its shards: AdamW keeps moments for 1/d of the
+    model. In a step, each rank sends 2 Psi (d-1)/d elements, and one float64 for the norm. With
+    `replicas` = q, d/q neighbours hold a replica of the shards (hybrid.py), and d/q stands for d.
     """
 
     accumulates_sums = False  # the guard refuses a second pass with a sum: it would sum the first pass's sum again
@@ -49,7 +49,7 @@ class ZeroStage1:
         self, model: Module, comm: Communicator, algorithm: str = "ring", *,
         groups: Sequence[Group] | None = None, replicas: int = 1,
         before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
-        gradient_dtype: Any = None, reduce_dtype: Any = None,
+        gradient_dtype: DTypeLike | None = None, reduce_dtype: DTypeLike | None = None,
     ) -> None:  # fmt: skip
         check_wrapping(model, comm, algorithm, replicas)
         self.model = model
@@ -57,46 +57,49 @@ class ZeroStage1:
         self.algorithm = algorithm
         self.before_reduce = before_reduce
         self.shard_comm = over_shards(comm, replicas)  # the ranks that share one replica of the shards
+        self.norm_comm = self.shard_comm  # each of them knows the squares of its own shards
         groups = groups_over(comm, by_unit(model)) if groups is None else groups
-        self.gradient_dtype = prepare(model, comm, groups, before_reduce, gradient_dtype, replicas)
+        place_groups(model, comm, groups, before_reduce, replicas)
+        self.gradient_dtype = set_gradient_dtype(model, gradient_dtype)
         self.values: dict[Bucket, Array] = {}  # all parameters of each bucket, in one flat array
         self.chunks: dict[Bucket, Chunk] = {}  # this rank's chunk of each bucket
         replica = comm.rank // self.shard_comm.size  # the number of this rank's replica
         for group in groups:
             # A group that has ranks of its own, as experts do, is cut over these ranks.
             chunk_comm = self.shard_comm if group.comm is comm else group.comm
-            gradient_comm = in_dtype(chunk_comm, reduce_dtype, self.gradient_dtype)
-            bucket = Bucket(group, gradient_comm, replica)
+            bucket = Bucket(group, in_dtype(chunk_comm, reduce_dtype, self.gradient_dtype), replica)
             values = allocate("parameters", bucket.size, bucket.parameters[0].dtype)
             for p, view in bucket.views(values):
                 p.move_to(view)
                 p.grad = None
             self.values[bucket] = values
-            self.chunks[bucket] = Chunk(bucket, values[bucket.own], self.prepare_gradient(bucket))
+            gradient = self.allocate_own_gradient(bucket)
+            self.chunks[bucket] = Chunk(bucket, values[bucket.own], gradient)
+        self.wrap_segments()
         # Backward completes the last parameters first, so the last bucket is the first to be sent.
         self.buckets = list(reversed(self.chunks))
         self.shards = all_shards(self.chunks)
-        self.guard = Guard(self)  # refuses calls that are out of order
+        self.guard = Guard(self)  # its hooks run before those that send, so that it refuses first
         self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
         self.works: list[Pending] = []  # the reduce-scatters under way
 
-    def prepare_gradient(self, bucket: Bucket) -> Array:
-        """Allocate the bucket's gradient for all steps; return this rank's chunk of it.
-
-        The reduce-scatter writes the sum into this chunk. It may: it reads the chunk last.
-        """
+    def allocate_own_gradient(self, bucket: Bucket) -> Array:
+        """Allocate the bucket's whole gradient for all steps; return this rank's chunk of it, for the sum."""
         whole = allocate("gradients", bucket.size, self.gradient_dtype)
         bucket.set_gradient(whole)
-        return whole[bucket.own]
+        return whole[bucket.own]  # the reduce-scatter reads this chunk last, and so may write into it
 
-    def __call__(self, *inputs: Any) -> Any:
+    def wrap_segments(self) -> None:
+        """Do nothing: backward finds the whole gradients allocated."""
+
+    def __call__(self, *inputs: Array) -> Tensor:
         return self.model(*inputs)
 
     def parameters(self) -> list[Parameter]:
         """Return this rank's shards, in the model's order."""
         return self.shards
 
-    def loss(self, x: Any, y: Any) -> Tensor:
+    def loss(self, x: Array, y: Array) -> Tensor:
         """Return the mean loss over the targets of all ranks. All ranks call it; see loss.py."""
         self.guard.before_loss(x, y)
         return global_mean_loss(self.model, self.comm, x, y, self.guard.before_backward, self.after_backward)
@@ -110,7 +113,7 @@ class ZeroStage1:
         self.works.append(bucket.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True))
 
     def after_backward(self) -> None:
-        """Finish the sum, unless inside `no_sync`. A pass over several losses calls this for each; the first sums."""
+        """Finish the sum, unless inside `no_sync`. Each loss of a pass queues this; later calls find no gradients."""
         if self.hooks.enabled and self.hooks.has_gradients:
             self.synchronize()
 
@@ -148,7 +151,7 @@ class ZeroStage1:
     def clip_grad_norm(self, max_norm: float | None) -> float:
         """Return the whole gradient's 2-norm; scale a gradient of a larger norm down to `max_norm`. Sends a float64."""
         self.guard.before_norm()
-        return clip_grad_norm(self.shards, max_norm, self.shard_comm)
+        return clip_grad_norm(self.shards, max_norm, self.norm_comm)
 
     def replicas(self) -> list[tuple[Communicator, Sequence[Parameter]]]:
         """Return the ranks that hold the same parameters, for each bucket, and those that hold the same shards."""
@@ -170,34 +173,37 @@ class ZeroStage1:
 class ZeroStage2(ZeroStage1):
     """Data parallelism with sharded gradients, too: a whole gradient exists only until it is sent.
 
-    At most two exist at a time: backward writes one while the other is sent. (The gradient of the
-    matrix that embedding and head share exists besides, until backward ends.) Microbatches that
-    accumulate under `no_sync` keep the whole gradients of all buckets, as in PyTorch's FSDP. With
-    `synchronize` after each microbatch instead, gradients stay sharded, and each microbatch sends
-    them. Sends as much as stage 1.
+    At most two exist at a time: backward writes one while the other is sent. (That of the matrix that
+    embedding and head share exists besides.) Microbatches that accumulate under `no_sync` keep the
+    whole gradients of all buckets, as in PyTorch's FSDP. With `synchronize` after each microbatch
+    gradients stay sharded, and each microbatch sends them. Sends as much as stage 1.
     """
 
     accumulates_sums = True  # several passes may each send their gradients: the chunk adds the sums up
 
-    def prepare_gradient(self, bucket: Bucket) -> Array:
-        """Let backward allocate the whole gradient; return the array for this rank's chunk alone."""
-        # Backward comes to the first segment that reads the bucket last, and completes the bucket there.
-        for segment in getattr(self.model, "segments", []):
-            if not set(segment.parameters).isdisjoint(bucket.parameters):
-                segment.run = partial(self.run, segment.run, bucket)
-                break
-        return allocate("gradients", self.values[bucket][bucket.own].size, self.gradient_dtype)
+    def allocate_own_gradient(self, bucket: Bucket) -> Array:
+        """Allocate this rank's chunk of the gradient alone."""
+        return allocate("gradients", bucket.own.stop - bucket.own.start, self.gradient_dtype)
 
-    def run(self, forward: Callable[[Any], Tensor], bucket: Bucket, x: Any) -> Tensor:
+    def wrap_segments(self) -> None:
+        """Let backward allocate a bucket's whole gradient when it comes to a segment that reads the bucket."""
+        for bucket in self.chunks:
+            for segment in segments_of(self.model):
+                if not set(segment.parameters).isdisjoint(bucket.parameters):
+                    # Backward comes to this first one last, and completes the bucket there.
+                    segment.run = partial(self.run, bucket, segment.run)
+                    break
+
+    def run(self, bucket: Bucket, forward: Callable[[Any], Tensor], x: Any) -> Tensor:
         """Run a segment of the model. Backward calls `pre_backward` when it comes to the segment."""
         return at_backward(forward(x), partial(self.pre_backward, bucket))
 
     def pre_backward(self, bucket: Bucket) -> None:
         """Allocate the whole gradient. If this pass sends it, wait first for all sums but the newest."""
-        allocate_gradient(bucket, self.gradient_dtype, self.works, self.hooks.enabled)
+        allocate_gradient(bucket, self.works, self.hooks.enabled)
 
     def reduce(self, bucket: Bucket) -> None:
         """Start the sum as stage 1 does. Then the message alone refers to the whole gradient."""
-        self.pre_backward(bucket)  # if no segment has: the loss may not use the bucket
+        allocate_gradient(bucket, self.works, self.hooks.enabled)  # if no segment has: the loss may not use it
         super().reduce(bucket)
         bucket.drop_gradient()

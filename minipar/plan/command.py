@@ -25,7 +25,6 @@ def train_command(name: str, model: ModelShape, layout: Layout, length: int) -> 
 
 def check_trains(model: ModelShape, layout: Layout) -> None:
     """Raise UsageError if minipar.train cannot cut this model so, though others can."""
-    check_divides("kv-heads/tp", model.groups, layout.tp, "minipar.train has no copies of heads of k and v")
     check_divides("ffn/tp", model.inner, layout.tp, "minipar.train has whole columns on each rank")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 from minipar.plan.cluster import (
     Assumptions,
@@ -117,8 +117,8 @@ class UnitTime(StageTime):
     gather    all-gather of the unit's parameters over dp
     reduce    all-reduce of its gradients over dp; from ZeRO stage 1 on reduce-scatter
     across    all-reduce, after `reduce`, of the rank's chunk of them over the replicas of ZeRO's shards
-    partial   sum over tp of the gradients of which each tp rank has only its share, of the tokens or of the experts'
-              columns (a router's); it precedes `reduce`
+    partial   sum over tp of the gradients of which each tp rank has only its share, of the tokens, of the experts'
+              columns (a router's) or of the queries (a copied head's of keys and values); it precedes `reduce`
     """
 
     tp: float
@@ -158,7 +158,7 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
     return _unit_times(model, replace(layout, virtual_stages=1, schedule=schedule), cluster, length)
 
 
-@lru_cache(maxsize=4096)
+@cache
 def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
     experts = rank_experts(model, layout)
     parameters = (rank_parameters(model, layout) - experts) / (layout.shards if layout.zero else 1)  # updated here
@@ -196,6 +196,8 @@ def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int
             layer_state(model, layout.tp, layout.ep),
             replicated_parameters(model),
             router=model.router,
+            keys=2 * model.hidden * kv_columns(model, layout.tp),
+            copies=model.copies(layout.tp),
             experts=layer_experts(model, layout.tp, layout.ep) if layout.ep > 1 else 0,
         ),
     ).launched_in(launches)
@@ -341,12 +343,14 @@ class _TensorParallel:
 
 
 def _over_dp(
-    cluster: Cluster, layout: Layout, parameters: int, replicated: int, router: int = 0, experts: int = 0
-) -> dict[str, float]:
+    cluster: Cluster, layout: Layout, parameters: int, replicated: int,
+    router: int = 0, keys: int = 0, copies: int = 1, experts: int = 0,
+) -> dict[str, float]:  # fmt: skip
     """Return gather, reduce, partial and across (UnitTime) of a unit with these `parameters` on a rank.
 
     `replicated` of them are on every tp rank, among them a `router`, whose gradient is summed over tp even without
-    sequence parallelism. `experts` of them travel in a bucket of their own, over the ranks that hold the same ones.
+    sequence parallelism. If several ranks have `copies` of the same heads, the gradients of those `keys` and values are
+    summed over these ranks. `experts` of them travel in a bucket of their own, over the ranks that hold the same ones.
     """
     precision, t, s, q = layout.precision, layout.tp, layout.shards, layout.zero_replicas
     buckets = [(elements, fold) for elements, fold in ((parameters - experts, 1), (experts, layout.ep)) if elements]
@@ -361,6 +365,7 @@ def _over_dp(
     if layout.sequence_parallel or router:
         summed = replicated if layout.sequence_parallel else router
         partial = 2 * gather_seconds(cluster, summed * precision.gradients, 1, t)
+    partial += 2 * gather_seconds(cluster, keys * precision.gradients, 1, copies)
     return {
         "gather": over_shards(fetch_seconds, precision.parameters),
         "reduce": reduce if layout.zero else cluster.assumptions.all_reduce * reduce,

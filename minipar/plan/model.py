@@ -91,6 +91,14 @@ class ModelShape:
         """Return the heads of queries and of keys on a tp rank: a copy of one, if these are fewer than the ranks."""
         return self.heads // tp, max(1, self.groups // tp)
 
+    def copies(self, tp: int) -> int:
+        """Return how many tp ranks hold each head of keys and values: more than one if the ranks are more."""
+        return max(1, tp // self.groups)
+
+    def with_copies(self, tp: int) -> ModelShape:
+        """Return the model of whose layers a tp rank holds 1/tp: with a head of keys for each rank, at least."""
+        return self if self.groups >= tp else replace(self, kv_heads=tp)
+
     def tp_divides(self, tp: int) -> bool:
         """Return whether tp divides the heads, and divides those of keys and values or is a multiple of them."""
         return self.heads % tp == 0 and (self.groups % tp == 0 or tp % self.groups == 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import make
@@ -96,7 +96,7 @@ def simulated(layout: Layout, stages: Sequence[StageTime], hop: float = 0.0) -> 
     )
 
 
-@lru_cache(maxsize=1024)
+@cache
 def simulate_exactly(
     schedule: str, p: int, m: int, v: int, stages: tuple[StageTime, ...], hop: float
 ) -> SimulatedPipeline:

@@ -32,10 +32,13 @@ def layer_experts(model: ModelShape, tp: int, ep: int) -> int:
     return (model.experts or 0) // ep * -(-model.expert_parameters // tp)
 
 
-def layer_state(model: ModelShape, tp: int, ep: int = 1) -> int:
-    """Return the parameters of one layer on a rank: matrices and biases of column-parallel layers are divided by tp."""
+def layer_state(model: ModelShape, tp: int, ep: int) -> int:
+    """Return the parameters of one layer on a rank: matrices and biases of column-parallel layers are divided by tp.
+
+    With fewer heads of keys than ranks, each rank has a copy of one.
+    """
     whole = replicated_parameters(model)
-    dense = model.layer_parameters - layer_experts(model, 1, 1) - whole
+    dense = model.with_copies(tp).layer_parameters - layer_experts(model, 1, 1) - whole
     return -(-dense // tp) + whole + layer_experts(model, tp, ep)
 
 
@@ -89,7 +92,8 @@ def layer_activations(model: ModelShape, layout: Layout, length: int, kept: Acti
         return tokens * h / slices
     stored = layout.recompute == "none" and layout.stores_scores
     core = kept.scores * model.heads * length if stored else 0
-    split = kept.qkv * model.qkv + kept.context * h + (kept.gated if model.gated else kept.inner) * model.active_inner
+    split = kept.qkv * model.with_copies(t).qkv + kept.context * h
+    split += (kept.gated if model.gated else kept.inner) * model.active_inner
     whole = kept.gathered * h
     if model.experts is not None:
         whole += kept.routed * model.top_k * h + kept.router * model.experts
@@ -203,6 +207,8 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
     tp   8 b s h (t-1)/t elements for each layer and microbatch, 12 with full recompute (Narayanan et al. 2021, section
          3.2; the same with sequence parallelism, Korthikanti et al. 2022, section 4.2.2). NB: with sequence parallelism
          Megatron gathers the inputs of column layers once more in backward; that is not counted.
+         With copies of heads also 2 h h_kv (c-1)/c gradients of keys, and of values, for each layer, summed over the c
+         ranks that have the same.
     pp   2 b s h for each microbatch and stage of the rank, forward and back, divided by t where each tp rank sends its
          part (Narayanan et al., section 4.1). The tied embedding's gradient, V h / t on the first and the last rank, is
          not counted.
@@ -222,6 +228,9 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
     hidden = layout.tokens(length) * model.hidden * layout.precision.parameters
     sums = 12 if layout.recompute == "full" else 8
     tp = Fraction(sums * hidden * (t - 1), t) * m * layout.layers_per_rank(model)
+    copied, copies = 2 * model.hidden * kv_columns(model, t), model.copies(t)
+    copied *= layout.layers_per_rank(model) * layout.precision.gradients
+    tp += Fraction(2 * copied * (copies - 1), copies)
     pp = Fraction(0)
     if layout.pp > 1:
         slices = t if framework.scattered_hops else layout.sequence_slices

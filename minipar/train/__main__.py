@@ -233,6 +233,7 @@ def prepare(
         backend.use_device(config.run.device, comm.rank)
         try:
             tokens = load_tokens(config.data.path, vocab_size=config.model.vocab_size, seq_len=config.model.seq_len)
+            tokens.check_separator(config.data.pack)
             tokens, evaluation = hold_out(config, tokens)
         except UsageError as error:
             flag = str(error).partition(" ")[0]

@@ -16,6 +16,7 @@ from minipar.nn.llama import LlamaConfig
 from minipar.nn.moe import MixtralConfig
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel import token_order, tree, ulysses
+from minipar.parallel.guards import is_power_of_two
 from minipar.parallel.pipeline import check as checker
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedule_file import load_csv
@@ -191,6 +192,7 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
         config = with_shape(config, shape_of(config.model))  # fills kv_heads and ffn in
     except ValueError as error:
         raise UsageError(str(error)) from None
+    config = with_order(config)
     check_split(config)
     if config.run.reduction == "tree":
         config = with_leaves(config, dp)
@@ -224,6 +226,29 @@ def replicas_of(config: TrainConfig, world_size: int) -> int:
     return dp
 
 
+def with_order(config: TrainConfig) -> TrainConfig:
+    """Return `config` with an order of tokens over cp that is even for documents, unless one was given.
+
+    UsageError if documents cannot be told apart.
+    """
+    mesh = config.mesh
+    separator = config.data.pack
+    if separator is None:
+        if mesh.cp_order == "documents":
+            raise UsageError("--cp-order documents cuts each document, and without --pack ID a sample is one")
+        return config
+    vocabulary = config.model.vocab_size
+    if separator >= vocabulary:
+        raise UsageError(f"--pack {separator} is not a token: ids are 0 to vocab-size - 1 = {vocabulary - 1}")
+    if mesh.context_parallel == "ulysses":
+        if mesh.cp_order == "documents":
+            raise UsageError("--cp-order documents is for a ring or an all-gather; with ulysses any order is even")
+        return config
+    if mesh.cp == 1 or "mesh.cp_order" in config.given:
+        return config
+    return with_values(config, {"mesh.cp_order": "documents"})
+
+
 def check_split(config: TrainConfig) -> None:
     """Raise UsageError if the ranks of cp and tp cannot share the tokens and the layers."""
     mesh = config.mesh
@@ -233,7 +258,8 @@ def check_split(config: TrainConfig) -> None:
         token_order.check_length(length, mesh.cp, mesh.cp_order)
     check_shape(shape, mesh.tp, length // mesh.cp if mesh.sequence_parallel else None)
     if mesh.context_parallel == "ulysses":
-        ulysses.check_heads(config.model.heads // mesh.tp, shape.n_kv_head // mesh.tp, mesh.cp)
+        kv_heads = max(1, shape.n_kv_head // mesh.tp)
+        ulysses.check_heads(config.model.heads // mesh.tp, kv_heads, mesh.cp)
 
 
 # ---- sums as trees ---------------------------------------------------------------------------------------------------
@@ -250,7 +276,7 @@ def with_leaves(config: TrainConfig, dp: int) -> TrainConfig:
         config = with_values(config, {"data.microbatches": max(1, config.data.global_batch // dp)})
     tp = config.mesh.tp
     for name, count in (("dp", dp), ("tp", tp), ("microbatches", config.data.microbatches)):
-        if not tree.is_power_of_two(count):
+        if not is_power_of_two(count):
             why = "neighbours are added in pairs, and then the pairs, so it is a power of two"
             raise UsageError(f"--reduction tree with {name} = {count}: {why}")
     leaves = tree.leaf_count(shape_of(config.model), config.model.seq_len)

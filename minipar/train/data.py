@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from minipar.autograd import IGNORE_INDEX, packed
 from minipar.errors import UsageError
 from minipar.nn.layers import generator
 from minipar.train.settings import TrainConfig
@@ -54,6 +55,11 @@ class Tokens:
             for start in np.linspace(0, len(self.ids) - 1024, 64, dtype=np.int64):
                 digest.update(self.ids[start : start + 1024 // self.ids.itemsize].tobytes())
         return digest.digest()
+
+    def check_separator(self, separator: int | None) -> None:
+        """Raise UsageError unless the first SCAN_LIMIT tokens have the separator, if there is one."""
+        if separator is not None and not (self.ids[:SCAN_LIMIT] == separator).any():
+            raise UsageError(f"--pack {separator}: {self.name} has no such token, so no document ends")
 
     def check_vocabulary(self, positions: np.ndarray | None = None) -> None:
         """Raise UsageError if a token of these positions, or of the first SCAN_LIMIT, is outside the vocabulary."""
@@ -126,6 +132,26 @@ def _standard_library() -> np.ndarray:
     return np.frombuffer(bytes(text[:STDLIB_BYTES]), np.uint8)
 
 
+def document_positions(inputs: np.ndarray, separator: int | None) -> np.ndarray | None:
+    """Return the position in its document of each token of samples (B, T); None without a separator.
+
+    A document ends with a separator. The first one of a sample counts from the sample's begin on.
+    """
+    if separator is None:
+        return None
+    places = np.arange(inputs.shape[1])
+    begins = np.zeros_like(inputs)
+    begins[:, 1:] = np.where(inputs[:, :-1] == separator, places[1:], 0)
+    return places - np.maximum.accumulate(begins, axis=1)
+
+
+def targets_in_documents(inputs: np.ndarray, targets: np.ndarray, separator: int | None) -> np.ndarray:
+    """Ignore the target of each separator: it is the first token of another document."""
+    if separator is None:
+        return targets
+    return np.where(inputs == separator, IGNORE_INDEX, targets)
+
+
 class Batches:
     """The samples of every step, as functions of step and index.
 
@@ -133,14 +159,19 @@ class Batches:
                 target the token after it: the text front to back, again and again.
     random      sample i of step s starts at the i-th 64-bit number of a Philox stream (Salmon et al. 2011) keyed by
                 (seed, "data") and positioned at step s, modulo the number of starts that leave room for a sample
+
+    With a `separator` a sample holds several documents, each of which ends with that token.
     """
 
-    def __init__(self, tokens: Tokens, *, seq_len: int, global_batch: int, order: str, seed: int) -> None:
+    def __init__(
+        self, tokens: Tokens, *, seq_len: int, global_batch: int, order: str, seed: int, separator: int | None = None
+    ) -> None:
         self.tokens = tokens
         self.seq_len = seq_len
         self.global_batch = global_batch
         self.order = order
         self.seed = seed
+        self.separator = separator
         self.part: Callable[[np.ndarray], np.ndarray] = np.asarray  # replaced by context parallelism
 
     def positions(self, step: int) -> np.ndarray:
@@ -168,10 +199,26 @@ class Batches:
         positions = self.positions(step)  # (B, T)
         chosen = positions[np.asarray(samples, dtype=np.int64)]  # (b, T)
         inputs = self.tokens.read(chosen)
-        targets = self.tokens.read(chosen + 1)
+        targets = targets_in_documents(inputs, self.tokens.read(chosen + 1), self.separator)
         if len(self.tokens.ids) > SCAN_LIMIT:
             self.tokens.check_vocabulary(np.append(positions, positions + 1))
-        return self.part(inputs), self.part(targets)
+        with packed(document_positions(inputs, self.separator)):
+            return self.part(inputs), self.part(targets)
+
+    def position_ids(self, step: int, samples: Sequence[int] | np.ndarray) -> np.ndarray | None:
+        """Return what `packed` receives for these samples of a step: (len(samples), T), or None."""
+        if self.separator is None:
+            return None
+        chosen = self.positions(step)[np.asarray(samples, dtype=np.int64)]
+        return document_positions(self.tokens.read(chosen), self.separator)
+
+    def target_count(self, step: int) -> int:
+        """Return the number of targets in the global batch of a step, which every rank counts by itself."""
+        count = self.global_batch * self.seq_len
+        if self.separator is None:
+            return count
+        inputs = self.tokens.read(self.positions(step))
+        return count - int((inputs == self.separator).sum())
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from minipar.autograd import Tensor, no_grad
+from minipar.autograd import Tensor, no_grad, packed
 from minipar.backend import Array, from_host, xp
-from minipar.train.data import Evaluation
+from minipar.train.data import Evaluation, document_positions, targets_in_documents
 from minipar.train.trainer import Trainer
 
 DIGITS = {"bfloat16": 3, "float16": 4, "float32": 5, "float64": 10}  # significant ones of the loss
@@ -22,6 +22,7 @@ def validation_loss(trainer: Trainer, evaluation: Evaluation) -> float:
     dp = trainer.mesh.dp
     count = len(evaluation.starts)
     length = trainer.config.model.seq_len
+    separator = trainer.config.data.pack
     rounds = -(-count // dp.size)
     losses = np.zeros(rounds * dp.size)
     with no_grad():  # outside of `dropping`, so dropout is off
@@ -30,13 +31,19 @@ def validation_loss(trainer: Trainer, evaluation: Evaluation) -> float:
         for sample in range(dp.rank, len(losses), dp.size):
             start = evaluation.starts[min(sample, count - 1)]
             window = evaluation.tokens.read(start + np.arange(length + 1))
-            inputs = trainer.context.part(window[None, :-1])  # (1, T/c)
-            targets = trainer.context.part(window[None, 1:])
-            losses[sample] = sample_loss(trainer, inputs, targets)
+            inputs = window[None, :-1]  # (1, T)
+            targets = targets_in_documents(inputs, window[None, 1:], separator)
+            with packed(document_positions(inputs, separator)):
+                part = trainer.context.part  # (1, T/c)
+                losses[sample] = sample_loss(trainer, part(inputs), part(targets))
     trainer.mesh.dp_cp.all_reduce(losses, algorithm="ordered")
     trainer.mesh.pp.all_reduce(losses, algorithm="ordered")
     total = np.cumsum(losses[:count])[-1]  # adds from left to right; sum would add in pairs
-    return float(f"{total / (count * length):.{DIGITS[trainer.config.run.dtype]}g}")
+    targets_of_all = count * length
+    if separator is not None:
+        windows = evaluation.starts[:, None] + np.arange(length)
+        targets_of_all -= int((evaluation.tokens.read(windows) == separator).sum())
+    return float(f"{total / max(1, targets_of_all):.{DIGITS[trainer.config.run.dtype]}g}")
 
 
 def sample_loss(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:

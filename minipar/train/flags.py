@@ -71,7 +71,8 @@ def add_mesh_flags(parser: UsageParser) -> None:
              f"tokens of some heads (default: {MeshConfig.context_parallel})")
     add("--cp-order", choices=CHOICES["--cp-order"],
         help="zigzag: an early and a late part of each sample, equal work on every rank; "
-             f"contiguous: the r-th part (default: {MeshConfig.cp_order})")
+             "contiguous: the r-th part; documents: with --pack ID, zigzag in each document, the "
+             f"default then (default: {MeshConfig.cp_order})")
     add("--ep", type=int, metavar="P",
         help="with --model mixtral: neighbours among dp*cp that each hold 1/P of the experts "
              f"(default: {MeshConfig.ep})")
@@ -150,6 +151,9 @@ def add_data_flags(parser: UsageParser) -> None:
     add("--order", choices=CHOICES["--order"],
         help="random: samples start anywhere; sequential: the text from front to back (default: "
              f"{DataConfig.order})")
+    add("--pack", type=int, metavar="ID",
+        help="token ID ends a document; samples hold several: positions restart in each, no token "
+             "sees another one (default: a sample is one document)")
     add("--global-batch", type=int, metavar="B",
         help=f"samples per step, over all replicas (default: {DataConfig.global_batch})")
     add("--microbatches", type=int, metavar="M",

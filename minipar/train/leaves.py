@@ -25,6 +25,7 @@ class LeafGradients:
 
     def __init__(self, strategies: Parallelized) -> None:
         self.strategies = strategies
+        strategies.ddp.before_reduce = None  # `take` sums over tp, leaf by leaf; twice would be too often
         self.parameters: list[Parameter] = []
         for bucket in strategies.ddp.buckets:
             self.parameters += bucket.parameters

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import numpy as np
 
-from minipar.autograd import Tensor
+from minipar.autograd import Tensor, packed
 from minipar.backend import Array, from_host
 from minipar.memory import enter
 from minipar.nn.layers import DropoutKeys, dropping
@@ -23,6 +23,7 @@ def run_schedule(
     *,
     batches: Sequence[tuple[np.ndarray, np.ndarray]],
     keys: Sequence[DropoutKeys],
+    position_ids: Sequence[np.ndarray | None],
     gradient: float,
     last_microbatch: int | None,
     leaves: LeafGradients | None,
@@ -30,10 +31,11 @@ def run_schedule(
     """Compute the gradient of a replica's microbatches, times `gradient`; return their summed loss.
 
     batches[m] has the inputs and targets of microbatch m. Only the ranks of the first and of the
-    last stage need them. keys[m] draws its dropout masks. The backward of the last microbatch
-    starts the sum of the gradients over the replicas. Sends what the schedule sends, the gradient
-    of a tied embedding, the gradients, and the loss (8 bytes) over pp. `leaves` takes each
-    microbatch's gradients, if they add up as a tree.
+    last stage need them. keys[m] draws its dropout masks, and position_ids[m] are those of its
+    `packed` documents, or None. The backward of the last microbatch starts the sum of the gradients
+    over the replicas. Sends what the schedule sends, the gradient of a tied embedding, the
+    gradients, and the loss (8 bytes) over pp. `leaves` takes each microbatch's gradients, if they
+    add up as a tree.
     """
     losses = np.zeros(1)
     leaf_losses = np.zeros(len(keys))
@@ -58,7 +60,7 @@ def run_schedule(
         enter("forward" if action.kind == "F" else "backward")
         sync = nullcontext() if m == last_microbatch else data_parallel.no_sync()
         region = pipeline.comm.tracer.region(str(action))
-        with dropping(keys[m]), sync, data_parallel.scaled_backward(), region:
+        with dropping(keys[m]), packed(position_ids[m]), sync, data_parallel.scaled_backward(), region:
             yield
         if leaves is not None:
             leaves.take(m)

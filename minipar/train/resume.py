@@ -19,7 +19,7 @@ from minipar.train.settings import SIZES, RunConfig, TrainConfig, flags, with_va
 
 # What a resumed run cannot change: the model's shape, the order of the data, and AdamW's betas.
 MUST_AGREE = list(SIZES)
-MUST_AGREE += "--seq-len --dtype --global-batch --order --seed --betas".split()
+MUST_AGREE += "--seq-len --dtype --global-batch --order --pack --seed --betas".split()
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from
 # there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
@@ -32,7 +32,8 @@ SUMS = "--dp --cp --ep --microbatches --tp --reduction --sync-every-microbatch -
 
 def _find(run: RunConfig, name: str) -> Path | None:
     """Return the checkpoint that `--resume` means: DIR or the newest in it; with `auto` that of --save DIR, if any."""
-    auto, directory = run.resume == "auto", str(run.save if run.resume == "auto" else run.resume)
+    auto = run.resume == "auto"
+    directory = str(run.save if auto else run.resume)
     root = Path(directory)
     try:
         if not auto and (STEP.fullmatch(root.name) or (root / MANIFEST).exists()):

@@ -20,7 +20,7 @@ MODELS = ("gpt2", "llama", "mixtral")
 # The values that a flag can have, if they are few.
 CHOICES = {
     "--context-parallel": context.METHODS,
-    "--cp-order": token_order.ORDERS,
+    "--cp-order": token_order.ALL_ORDERS,
     "--model": MODELS,
     "--order": ("random", "sequential"),
     "--lr-schedule": ("constant", "cosine"),
@@ -48,6 +48,7 @@ INTERVALS = {
     "--weight-decay": "[0, inf)",
     "--dropout": "[0, 1)",
     "--clip-grad": "[0, inf)",
+    "--pack": "[0, inf)",
     "--seed": "[0, 1.8e19]",
     "--network": "[0, inf)",
 }
@@ -160,6 +161,7 @@ class DataConfig:
 
     path: str | None = None
     order: str = "random"
+    pack: int | None = None
     global_batch: int = 32
     microbatches: int = 1
     eval_every: int | None = None

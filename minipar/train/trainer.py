@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from minipar.autograd import packed
 from minipar.backend import from_host, wait_for_device, xp
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import unseen
@@ -23,7 +24,8 @@ from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.state import gather_state
 from minipar.parallel.tree import TreeSum
 from minipar.train.balance import RouterBalance
-from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, save
+from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags
+from minipar.train.checkpoint import save as write_checkpoint
 from minipar.train.data import Batches, Tokens
 from minipar.train.from_config import (
     apply_strategies,
@@ -73,7 +75,10 @@ class Trainer:
         check_model_state(config, mesh, self.model)
         refuse_export_of_biases(config, self.model)
         strategies, self.executor = apply_strategies(config, mesh, self.model)
-        self.leaves = LeafGradients(strategies) if config.run.reduction == "tree" else None
+        self.leaves: LeafGradients | None = None
+        if config.run.reduction == "tree":
+            exact_norm.check_size(self.size)
+            self.leaves = LeafGradients(strategies)
         self.ddp = strategies.ddp
         self.context = strategies.context
         self.pipeline = strategies.pipeline
@@ -85,6 +90,7 @@ class Trainer:
         self.scaler = LossScaler(config.run, checkpoint)
 
         self.tokens_per_step = config.data.global_batch * config.model.seq_len
+        self.targets = self.tokens_per_step  # in a step; fewer where samples hold several documents
         self.samples_per_microbatch = samples_per_microbatch(config)
         # The gradients are summed over the replicas in the backward of this microbatch.
         self.last_microbatch: int | None = config.data.microbatches - 1
@@ -96,6 +102,7 @@ class Trainer:
             global_batch=config.data.global_batch,
             order=config.data.order,
             seed=config.run.seed,
+            separator=config.data.pack,
         )
         self.batches.part = self.context.part
         self.balance = RouterBalance(self.model, config.model, mesh, self.tokens_per_step)
@@ -123,7 +130,8 @@ class Trainer:
             start += time.perf_counter() - before
 
             with phase(self.mesh.world, "optimizer"):
-                grad_norm = self._clip_grad_norm(self.config.optimizer.clip_grad or None)
+                limit = self.config.optimizer.clip_grad
+                grad_norm = self._clip_grad_norm(limit if limit != 0 else None)
                 dropped = self.update(step, loss, grad_norm)
                 wait_for_device()
             if self.pipeline is not None:  # outside the phase, because the last stage computes nothing here
@@ -144,11 +152,12 @@ class Trainer:
         All ranks call it.
         """
         start_step()
+        self.targets = max(1, self.batches.target_count(step))
         self.ddp.zero_grad()
         self.balance.start_step(self.scaler.scale)
         loss = self._forward_backward(step)
         self.scaler.unscale(self.ddp.parameters())
-        return loss / self.tokens_per_step
+        return loss / self.targets
 
     def _forward_backward(self, step: int) -> float:
         """Compute the global batch's gradient, times the loss scale; return its summed loss."""
@@ -184,15 +193,17 @@ class Trainer:
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
         """Add one microbatch's gradient; return its summed loss.
 
-        The gradient is multiplied by the loss scale / the tokens of the global batch.
+        The gradient is multiplied by the loss scale / the targets of the global batch, which all ranks
+        know: `ddp.loss` would ask them in each microbatch, and would divide by that microbatch's alone.
         """
         samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
         keys = DropoutKeys(self.config.run.seed, step, samples)  # the same masks in every layout
-        with phase(self.mesh.world, "forward"), dropping(keys):
+        documents = packed(self.batches.position_ids(step, samples))
+        with phase(self.mesh.world, "forward"), dropping(keys), documents:
             loss = self.model.loss_sum(from_host(inputs), from_host(targets))
         with phase(self.mesh.world, "backward"), self.ddp.scaled_backward():
-            loss.backward(xp.full_like(loss.data, self.scaler.scale / self.tokens_per_step))
+            loss.backward(xp.full_like(loss.data, self.scaler.scale / self.targets))
         return loss.item()
 
     def _pipeline_backward(self, step: int) -> float:
@@ -200,11 +211,13 @@ class Trainer:
         assert self.pipeline is not None and self.executor is not None
         batches = []
         keys = []
+        position_ids = []
         # All batches are read before the first action; between two actions, the other ranks would
         # wait for it.
         for m in range(self.config.data.microbatches):
             samples = self.samples(self.mesh.dp.rank, m)
             keys.append(DropoutKeys(self.config.run.seed, step, samples))
+            position_ids.append(self.batches.position_ids(step, samples))
             if self.mesh.pp.rank in (self.pipeline.first, self.pipeline.last):
                 batches.append(self.batches.batch(step, samples))
         return run_schedule(
@@ -213,7 +226,8 @@ class Trainer:
             self.ddp,
             batches=batches,
             keys=keys,
-            gradient=self.scaler.scale / self.tokens_per_step,
+            position_ids=position_ids,
+            gradient=self.scaler.scale / self.targets,
             last_microbatch=self.last_microbatch,
             leaves=self.leaves,
         )
@@ -266,7 +280,7 @@ class Trainer:
             "skipped": self.scaler.skipped,
             "history": [*history, {"step": self.first_step, "flags": run_flags(self.config)}],
         }
-        save(self.mesh.world, directory, step, self.optimizer, header)
+        write_checkpoint(self.mesh.world, directory, step, self.optimizer, header)
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
         """Scale the gradients down to the norm `max_norm`, and return the norm before.
@@ -275,4 +289,4 @@ class Trainer:
         """
         mesh = self.mesh
         clip = clip_grad_norm if self.leaves is None else exact_norm.clip_grad_norm
-        return clip(self.ddp.parameters(), max_norm, self.ddp.shard_comm, mesh.tp, mesh.pp)
+        return clip(self.ddp.parameters(), max_norm, self.ddp.norm_comm, mesh.tp, mesh.pp)

@@ -24,8 +24,9 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.trace import unseen
 from minipar.nn import optim
 from minipar.nn.parameter import Parameter
-from minipar.parallel.placement import Shard, placement_of
+from minipar.parallel.placement import holders, placement_of
 from minipar.parallel.state import gather_state
+from minipar.parallel.tensor.plan import kv_copies
 from minipar.train.one_device import OneDevice
 from minipar.train.resume import repeatable
 from minipar.train.rounding import GradientCheck, described, quantities, same_bits
@@ -308,8 +309,8 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
     """Return True on every rank if ranks that hold the same arrays hold the same bits.
 
     Such are parameters and state of the optimizer on the replicas of dp, of each shard on the
-    replicas of shards, what every tensor-parallel rank holds whole, and on all ranks the biases of
-    routers, loss scale and counts.
+    replicas of shards, what every tensor-parallel rank holds whole, copies of heads on the ranks
+    that share them, and on all ranks the biases of routers, loss scale and counts.
     """
     optimizer = trainer.optimizer
     scaler = trainer.scaler
@@ -322,19 +323,27 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
         copies: list[Array] = []
         for p in parameters:
             copies += state.get(p, [p.data])
-        same.append(same_over(comm, copies))
-    whole: list[Array] = []
-    for p, arrays in state.items():
-        if not isinstance(placement_of(p).tp, Shard):
-            whole += arrays
-    same.append(same_over(trainer.mesh.tp, whole))
+        same.append(same_over(comm, comm.size, copies))
+    tp = trainer.mesh.tp
+    for ranks in {tp.size, kv_copies(trainer.model.config.n_kv_head, tp.size)}:
+        held: list[Array] = []
+        for p, arrays in state.items():
+            if holders(placement_of(p).tp) == ranks:
+                held += arrays
+        same.append(same_over(tp, ranks, held))
+    world = trainer.mesh.world
     counts = np.array([optimizer.steps, scaler.scale, scaler.good_steps, scaler.skipped])
-    same.append(same_over(trainer.mesh.world, [counts, *(moe.bias for moe in trainer.moes)]))
-    votes = trainer.mesh.world.all_gather_bytes(b"yes" if all(same) else b"no")
+    same.append(same_over(world, world.size, [counts, *(moe.bias for moe in trainer.moes)]))
+    votes = world.all_gather_bytes(b"yes" if all(same) else b"no")
     return b"no" not in votes
 
 
-def same_over(comm: Communicator, arrays: list[Array]) -> bool:
-    """Return whether all ranks of `comm` have the same bits in these arrays. All ranks call it. Sends a SHA-256."""
+def same_over(comm: Communicator, neighbours: int, arrays: list[Array]) -> bool:
+    """Return whether so many neighbouring ranks of `comm`, with this one, have the same bits in these arrays.
+
+    All ranks call it. Sends a SHA-256.
+    """
     own = hashlib.sha256(b"".join(to_host(array).tobytes() for array in arrays)).digest()
-    return len(set(comm.all_gather_bytes(own))) == 1
+    digests = comm.all_gather_bytes(own)
+    first = comm.rank - comm.rank % neighbours
+    return len(set(digests[first : first + neighbours])) == 1

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from launcher import ROOT
 
-from minipar.bench import check_positive, collectives, largest, layouts, machine, pipeline, publish, step
+from minipar.autograd import Tensor
+from minipar.bench import check_positive, collectives, context, largest, layouts, machine, pipeline, publish, step
 from minipar.bench.collectives import parse_size
 from minipar.bench.costs import BLOCK, BLOCKS, SUMS, Costs, Shape
 from minipar.comm import run_local, serial
@@ -356,6 +357,20 @@ def test_layouts_are_predicted_with_the_machines_constants(tmp_path, capsys, mon
     run_local(1, layouts.run_layouts, Namespace(**vars(args) | {"json": "-"}))
     run_local(1, layouts.run_layouts, Namespace(**vars(args) | {"machine": None}))
     assert capsys.readouterr().out == "" and "ratio" not in published[2][0]
+
+
+def test_context_attends_over_one_sequence(monkeypatch):
+    """One rank alone over all of it, or each over its part, for each order; 64 columns of q, k and v for each head."""
+    shapes = []
+
+    def tensor(data, requires_grad):
+        shapes.append(data.shape)
+        return Tensor(data, requires_grad=requires_grad)
+
+    monkeypatch.setattr(context, "Tensor", tensor)
+    monkeypatch.setattr(context, "publish", lambda comm, rows, path: None)
+    run_local(2, lambda comm: context.run(comm, Namespace(seq_len=16, heads=2, repeat=1, json=None)))
+    assert sorted(shapes) == [(1, 8, 3 * 2 * 64)] * 4 + [(1, 16, 3 * 2 * 64)] * 2
 
 
 def test_agreement_is_of_relative_errors_and_of_the_order():

@@ -55,6 +55,11 @@ def test_the_other_algorithms_take_their_formulas(p):
     assert model_times(p, lambda c: c.barrier()) == [lg * ALPHA] * p
 
 
+def test_hosts_have_eight_ranks_unless_they_say_otherwise():
+    hosts = Network(ALPHA, between=Network(alpha=8.0))
+    assert [hosts.seconds(0, *ends) for ends in ((0, 7), (7, 8), (8, 15), (0, 15))] == [ALPHA, 8.0, ALPHA, 8.0]
+
+
 @pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2), (4, 1)])
 def test_a_ring_across_hosts_takes_the_slow_networks_time(dp, tp):
     """Two hosts of two ranks: a ring over both of them ends at the pace of its slowest link, one inside a host does not

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launcher import run_mpi
+from launcher import ROOT, run_mpi
 
 from minipar.comm import run_local
+from minipar.comm.work import SAY_SECONDS
 from minipar.errors import CommunicationError
 
 SECONDS = 60.0
@@ -86,6 +87,8 @@ def test_the_rank_that_is_behind_is_named():
 
 
 def test_rank_0_says_what_it_waits_for_after_a_while():
+    document = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert f"| a wait of {SAY_SECONDS:g} s | leaving: says_what |" in document
     program = "from minipar.comm import work\nwork.SAY_SECONDS = 0.2\ncomm = world()\n"
     program += "if comm.rank: time.sleep(2)\ncomm.split(comm.rank % 1, 'dp').barrier()"
     result = run_mpi(2, HEADER + program, timeout=SECONDS)

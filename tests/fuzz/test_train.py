@@ -140,6 +140,7 @@ FLAGS = {
     "--init-from": ["missing", "directory"],
     "--data": ["d.bin", "missing", "directory"],
     "--order": ["random", "sequential"],
+    "--pack": ["0", "3", "16", "-1"],
     "--global-batch": ["1", "4"],
     "--microbatches": ["1", "2"],
     "--eval-every": ["1", "2"],

@@ -247,7 +247,7 @@ def reference(config):
     are cut (but for whether they are: a pipeline's norm is summed part by part), and recompute.
     """
     mesh = dataclasses.replace(
-        config.mesh, dp=config.mesh.dp, cp=1, context_parallel="ring", cp_order="zigzag", tp=1,
+        config.mesh, dp=config.mesh.dp, cp=1, context_parallel="ring", cp_order="zigzag", tp=1, ep=1,
         pp=min(2, config.mesh.pp), schedule=None, zero_stage=0, sequence_parallel=False,
     )  # fmt: skip
     run = dataclasses.replace(config.run, recompute="none", reduction="ordered")
@@ -284,11 +284,16 @@ def same_on_tensor_ranks(trainer) -> bool:
 
 
 def check(comm, combination: Combination, kind: type[Trainer] = Trainer) -> list[str]:
-    """What this rank finds wrong with a combination; collective. Rank 0 compares with one device; all compare what they
-    report and hold with one another, and what they sent in a step with the closed form.
+    """What this rank finds wrong with a combination; collective."""
+    return check_config(comm, combination.config(), combination.exact, kind)
+
+
+def check_config(comm, config, exact: bool = False, kind: type[Trainer] = Trainer) -> list[str]:
+    """What this rank finds wrong with a run of STEPS steps; collective. Rank 0 compares with one device; all compare
+    what they report and hold with one another, and what they sent in a step with the closed form.
     """
-    config = combination.config()
-    trainer = kind(config, DeviceMesh(comm, *combination.layout, combination.cp), TEXT)
+    mesh = config.mesh
+    trainer = kind(config, DeviceMesh(comm, mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep), TEXT)
     states, reports, sent = run_steps(trainer)
     wrong = []
     expected = predicted_traffic(step_layout(config), comm.rank)
@@ -301,7 +306,7 @@ def check(comm, combination: Combination, kind: type[Trainer] = Trainer) -> list
     if everyone[comm.rank] != everyone[0]:
         wrong.append("differs from rank 0")
     if comm.rank == 0:
-        wrong += differences(states, reports, reference(config), combination.exact)
+        wrong += differences(states, reports, reference(config), exact)
     return wrong
 
 

@@ -207,7 +207,7 @@ def joined(comm, parameter, array) -> np.ndarray:
     if not isinstance(shard, Shard):
         return array
     parts = comm.all_gather(np.ascontiguousarray(array), algorithm="pairwise")
-    return shard.join(list(parts.reshape(comm.size, *array.shape)))
+    return shard.join(list(parts.reshape(comm.size, *array.shape))[:: shard.copies])
 
 
 class Proxy:
@@ -254,7 +254,7 @@ def takes_all_for(kind: type[Replicate]) -> type[Trainer]:
 
 def talk_through(kind, ddp: DataParallel) -> None:
     """Let the buckets of a wrapper talk through a `kind` of communicator, a Proxy."""
-    comm = kind(ddp.shard_comm)
+    comm = kind(ddp.norm_comm)
     for bucket in ddp.buckets:
         bucket.comm = comm
 

@@ -64,14 +64,15 @@ def digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """Yield a name and a digest for each array that other ranks hold too; the same name promises the same digest.
 
     Every data- and context-parallel rank holds its replica's parameters (ZeRO stages 0 to 2), but for other ranks'
-    experts, every tensor-parallel rank those that are not split, and the last pipeline rank the token embedding.
+    experts, every tensor-parallel rank those that are not split, those with copies of a head its values, and the last
+    pipeline rank the token embedding.
     """
     place = trainer.mesh.coordinates
     for name, p in trainer.model.named_parameters():
         is_here = p.make is None and p.placement.pp == place["pp"]
         is_copy = trainer.pipeline is not None and p is trainer.model.wte.weight and p.make is None
         if trainer.config.mesh.zero_stage < 3 and (is_here or is_copy):
-            part = place["tp"] if isinstance(p.placement.tp, Shard) else "all"
+            part = p.placement.tp.rank if isinstance(p.placement.tp, Shard) else "all"
             experts = "" if p.placement.ep is None else f", experts of ep rank {p.placement.ep}"
             yield f"{name}, part {part}{experts}", hashlib.sha256(np.ascontiguousarray(p.data)).hexdigest()
 

@@ -47,6 +47,31 @@ MUTANTS = [
         ("blocks: dropout is forgotten", "    if keep is not None:\n        remedy", "    if False:\n        remedy"),
     ),
     *mistakes(
+        "minipar/autograd/attention.py",
+        "autograd/test_documents.py",
+        ("documents: whole scores cross boundaries", "p += other_documents(position_ids, q.dtype)", "pass"),
+        ("documents: blocks cross boundaries", "    if position_ids is None:", "    if True:"),
+    ),
+    *mistakes(
+        "minipar/autograd/documents.py",
+        "autograd/test_documents.py",
+        ("documents: the last document is lost", "ends = [*starts[1:], length]", "ends = [*starts[1:], starts[-1]]"),
+        (
+            "documents: a document loses its first token",
+            "starts = tokens - position_ids ",
+            "starts = tokens - position_ids + 1 ",
+        ),
+    ),
+    *mistakes(
+        "minipar/autograd/recompute.py",
+        "autograd/test_documents.py",
+        (
+            "documents: the second forward has none",
+            "setting(position_ids, self.position_ids)",
+            "setting(position_ids, None)",
+        ),
+    ),
+    *mistakes(
         "minipar/autograd/backward.py",
         "autograd/test_graph.py autograd/test_autograd.py",
         (

@@ -8,7 +8,7 @@ MUTANTS = [
         "train/test_resume_flags.py train/test_checkpoint_files.py train/test_checkpoint.py",
         ("resume: the optimizer's flags are not taken over", "TAKEN = [*MUST_AGREE, *UPDATE,", "TAKEN = [*MUST_AGREE,"),
         ("resume: a capacity is of any batch", 'names += ["--dp", "--microbatches"]', "names += []"),
-        ("resume: another seed is accepted", "--order --seed --betas", "--order --betas"),
+        ("resume: another seed is accepted", "--order --pack --seed --betas", "--order --pack --betas"),
         (
             "resume: a finished run is refused",
             "if checkpoint.step > config.optimizer.steps:",

@@ -1,11 +1,11 @@
 """Mutants drawn at random: operators change the code anywhere, and the tests that execute the line must notice.
 
-    PYTHONPATH=tests:tests/helpers python -m mutants.drawn --seed 7 --count 300 --jobs 2
+    PYTHONPATH=tests:tests/helpers python -m mutants.drawn --seed 7 8 --count 300 --jobs 2
 
-One line for each mutant, then the share that is caught of each package, the survivors with their difference, and those
-that equivalent.txt judges equivalent. A mutant is equivalent only if it is listed and no test notices it. Those listed
-and not drawn run too, against the quickest tests. The exit code is 1 if fewer than ENOUGH of the others are caught, or
-if a listed one is.
+One line for each mutant, then the share that is caught of each package and seed, the survivors with their difference,
+and those that equivalent.txt judges equivalent. A mutant is equivalent only if it is listed and no test notices it.
+Those listed and not drawn run too, many in one tree, against the quickest tests. The exit code is 1 if fewer than
+ENOUGH of the others are caught, or if a listed one is.
 """
 
 import argparse
@@ -204,11 +204,21 @@ def quickest(change: Change, rounds_of_tests: Iterable[Sequence[MeasuredTest]]) 
             return
 
 
+def with_mistakes(changes: Iterable[Change], folder: Path) -> Path:
+    """Make `folder` a copy of the tree with these mistakes, no two of which touch, and return it."""
+    tree = copied_tree(folder)
+    texts: dict[str, str] = {}
+    for change in sorted(changes, key=lambda change: -change.start):  # those before it stay where they are
+        texts[change.file] = change.apply(texts.get(change.file, source(change.file)))
+    for file, text in texts.items():
+        (tree / file).write_text(text, encoding="utf-8")
+    return tree
+
+
 def judge(change: Change, rounds_of_tests: Iterable[Sequence[MeasuredTest]], folder: Path) -> Outcome:
     """Put the mistake into a copy of the tree, in `folder`, and run tests there, round by round, until one fails."""
     start = time.monotonic()
-    tree = copied_tree(folder)
-    (tree / change.file).write_text(change.apply(source(change.file)), encoding="utf-8")
+    tree = with_mistakes([change], folder)
     outcome, note = SURVIVED, NO_TEST
     known: list[MeasuredTest] = []
     ran: list[str] = []
@@ -270,6 +280,47 @@ def run(drawn: Sequence[Change], tests_for: TestsFor, jobs: int, scratch: Path) 
             raise
 
 
+# ---- checking the list ----------------------------------------------------------------------------------------------
+
+
+def touch(one: Change, other: Change) -> bool:
+    """Say whether two mistakes change the same text, so that they do not fit into one tree."""
+    return one.file == other.file and one.start < other.end and other.start < one.end
+
+
+def groups_of(changes: Iterable[Change]) -> list[list[Change]]:
+    """Divide mistakes into groups, each of which fits into one tree."""
+    groups: list[list[Change]] = []
+    for change in changes:
+        fitting = [group for group in groups if not any(touch(change, other) for other in group)]
+        if not fitting:
+            groups.append([])
+        (fitting or groups[-1:])[0].append(change)
+    return groups
+
+
+def check_listed(not_drawn: Sequence[Change], quick_tests_for: TestsFor, jobs: int, scratch: Path) -> list[Outcome]:
+    """Judge mutants that are listed and not drawn, which no test should notice; return the outcome of those it does.
+
+    Many are put into one tree, against the quickest tests of each; where a test fails, each runs alone.
+    """
+    noticed = []
+    for number, group in enumerate(groups_of(not_drawn)):
+        quick: dict[str, MeasuredTest] = {}
+        for change in group:
+            for tests in quick_tests_for(change):
+                quick |= {test.name: test for test in tests}
+        if not quick:
+            continue
+        tree = with_mistakes(group, scratch / f"group {number}")
+        outcome, note = run_with_deadlines(tree, [quick[name] for name in sorted(quick)])
+        shutil.rmtree(tree, ignore_errors=True)
+        print(f"{len(group)} listed mutants and {len(quick)} tests: {outcome} {note}", flush=True)
+        if outcome != SURVIVED:
+            noticed += run(group, quick_tests_for, jobs, scratch / f"alone {number}")
+    return noticed
+
+
 # ---- reporting -------------------------------------------------------------------------------------------------------
 
 
@@ -310,15 +361,16 @@ def wrong_entries(outcomes: Sequence[Outcome]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Draw mutants, judge them, report, and return the exit code."""
     parser = argparse.ArgumentParser(prog="mutants.drawn", description="Run random mutants against the tests.")
-    parser.add_argument("--seed", type=int, required=True, help="another seed draws other mutants")
-    parser.add_argument("--count", type=int, default=300, help="how many mutants are drawn (default: 300)")
+    parser.add_argument("--seed", type=int, nargs="+", required=True, help="another seed draws other mutants")
+    parser.add_argument("--count", type=int, default=300, help="how many mutants each seed draws (default: 300)")
     parser.add_argument("--files", default="", help="regular expression: of which files (default: all)")
     parser.add_argument("--tests", default="", help="regular expression: which files of tests (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
     args = parser.parse_args(argv)
     start = time.monotonic()
     files = [file for file in code() if re.search(args.files, file)]
-    drawn = draw(files, args.seed, args.count)
+    of_seed = {seed: draw(files, seed, args.count) for seed in args.seed}
+    drawn = list(dict.fromkeys(change for changes_drawn in of_seed.values() for change in changes_drawn))
     entries = [entry for entry in listed(LISTED.read_text(encoding="utf-8")) if entry[0] in files]
     not_drawn = [change for entry in entries for change in changes_of(entry) if change not in drawn]
     files_that_test = [file for file in files_of_tests() if re.search(args.tests, file)]
@@ -331,14 +383,16 @@ def main(argv: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="minipar-mutants-") as folder:
         every = run(drawn, tests_for, args.jobs, Path(folder) / "drawn")
-        every += run(not_drawn, quick_tests_for, args.jobs, Path(folder) / "listed")  # they only check the list
+        every += check_listed(not_drawn, quick_tests_for, args.jobs, Path(folder) / "listed")
         noticed = [each.note.removesuffix(HANGS) for each in every if each.outcome == CAUGHT and "::" in each.note]
         failing = without_mistakes(noticed, Path(folder) / "right")  # a test that fails by itself proves nothing
     every = [proved(each, failing) for each in every]
     outcomes = every[: len(drawn)]
     print(report(outcomes))
-    minutes = (time.monotonic() - start) / 60
-    print(f"\n{len(drawn)} mutants of seed {args.seed}, {share(outcomes):.1%} caught, in {minutes:.1f} minutes")
+    for seed, changes_drawn in of_seed.items():
+        judged = [each for each in outcomes if each.change in changes_drawn]
+        print(f"\n{len(judged)} mutants of seed {seed}, {share(judged):.1%} caught", end="")
+    print(f", in {(time.monotonic() - start) / 60:.1f} minutes")
     problems = [f"{test} fails without a mistake too" for test in failing] + wrong_entries(every)
     print("".join(f"{problem}\n" for problem in problems), file=sys.stderr, end="")
     return 1 if problems or share(outcomes) < ENOUGH else 0

@@ -1,9 +1,11 @@
 """The map from a line of the code to the tests that execute it, measured when it is needed and kept in out/mutants.
 
-The map has one file for each file of tests. It is measured again when the file of tests changes, or a file that those
-tests execute.
+The map has one file for each file of tests, and is measured again when that changes. When the code changes, lines are
+found again in the new text by their content; a new line is taken to be executed by the tests of those around it. The
+choice of tests is all that depends on the map, so what it lacks can make a survivor, and never hides one.
 """
 
+import difflib
 import hashlib
 import json
 import os
@@ -23,6 +25,7 @@ from mutants.record_lines import FOLDER
 from mutation import ROOT, environment
 
 KEPT = ROOT / "out" / "mutants"
+MEASURED_CODE = KEPT / "code"  # the texts of the files that were measured, named by their digests
 # One for each file of tests: mutants are judged at the same time, and may need the same file's lines.
 LOCKS: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 PYTEST = [sys.executable, *"-m pytest -q --tb=short -p no:cacheprovider -p mutants.record_lines".split()]
@@ -68,23 +71,60 @@ def tests_that_execute(files: Sequence[str]) -> list[MeasuredTest]:
 def tests_of(file: str) -> list[MeasuredTest]:
     """Return the tests of a file with their lines."""
     kept = KEPT / (file.replace("/", ".") + ".json")
-    if not is_true_still(kept):
+    if not is_true_still(kept, file):
         print(f"measuring the lines that {file} executes", flush=True)
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        MEASURED_CODE.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(measured(file)), encoding="utf-8")
-    found = json.loads(kept.read_text(encoding="utf-8"))["tests"]
+    found = json.loads(kept.read_text(encoding="utf-8"))
     tests = []
-    for name, (seconds, lines) in found.items():
-        tests.append(MeasuredTest(name, seconds, {path: int(bits, 16) for path, bits in lines.items()}))
+    for name, (seconds, lines) in found["tests"].items():
+        now = {path: lines_now(int(bits, 16), path, found["digests"][path]) for path, bits in lines.items()}
+        tests.append(MeasuredTest(name, seconds, now))
     return tests
 
 
-def is_true_still(kept: Path) -> bool:
-    """Say whether what was measured is of the files as they are."""
-    if not kept.exists():
-        return False
-    digests = json.loads(kept.read_text(encoding="utf-8"))["digests"]
-    return all(digest(file) == old for file, old in digests.items())
+def is_true_still(kept: Path, file: str) -> bool:
+    """Say whether what was measured is of the file of tests as it is."""
+    return kept.exists() and json.loads(kept.read_text(encoding="utf-8"))["digests"][file] == digest(file)
+
+
+def lines_now(bits: int, path: str, then: str) -> int:
+    """Return where the lines of a file, measured when its digest was `then`, are today."""
+    if then == digest(path):
+        return bits
+    moves = moves_of_lines(path, then)
+    now = 0
+    for number, places in enumerate(moves):
+        if bits >> number & 1:
+            now |= places
+    return now
+
+
+@cache
+def moves_of_lines(path: str, then: str) -> list[int]:
+    """Return the places today of each line of the file whose digest was `then`, as sets of bits."""
+    file = ROOT / path
+    old = (MEASURED_CODE / then).read_text(encoding="utf-8").splitlines()
+    new = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return moves(old, new)
+
+
+def moves(old: Sequence[str], new: Sequence[str]) -> list[int]:
+    """Return where in `new` the lines of `old` are, as sets of bits; lines count from 1.
+
+    One that was replaced is at all lines of what replaced it. Lines that were put in belong to those on both sides.
+    """
+    places = [0] * (len(old) + 2)
+    for kind, start, end, new_start, new_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        all_new = sum(1 << number for number in range(new_start + 1, new_end + 1))
+        if kind == "equal":
+            for i in range(end - start):
+                places[start + 1 + i] |= 1 << new_start + 1 + i
+        else:
+            around = range(start, end + 2) if kind == "insert" else range(start + 1, end + 1)
+            for number in around:
+                places[number] |= all_new
+    return places[: len(old) + 1]
 
 
 def measured(file: str) -> dict:
@@ -98,6 +138,8 @@ def measured(file: str) -> dict:
         lines = lines_of_tests(Path(folder))
     tests = {name: (seconds[name], lines.get(name, {})) for name in seconds}
     executed = {path for of_test in lines.values() for path in of_test}
+    for path in executed:
+        (MEASURED_CODE / digest(path)).write_bytes((ROOT / path).read_bytes())
     return {"digests": {path: digest(path) for path in sorted({file, *executed})}, "tests": tests}
 
 

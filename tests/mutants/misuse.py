@@ -287,7 +287,7 @@ PARALLEL = [
         ("guard: the same batch has no note", "note_same_batch(self.strategy.comm, x, y)", "pass"),
         ("guard: an evaluated batch has the note", "if grad_enabled.get() and not self.batch", "if not self.batch"),
         ("guard: ranks are compared once", "if is_power_of_two(self.losses):", "if False:"),
-        ("guard: ranks are compared at every loss", "return count.bit_count() == 1", "return True"),
+        ("guard: ranks are compared at every loss", "if is_power_of_two(self.losses):", "if True:"),
         ("zero: ranks are compared once", "if is_power_of_two(self.updates):", "if False:"),
         ("zero: means are added up", "if ranks > 1 and (grad == 1).all():", "if False:"),
         ("zero: a divided mean is refused", "if ranks > 1 and (grad == 1).all():", "if ranks > 1:"),

@@ -1,15 +1,17 @@
 """Operators that make mutants of any code: each finds the places of a syntax tree where it can put a mistake.
 
 A mistake replaces one span of the text. Not changed are strings, f-strings and with them messages, docstrings,
-annotations, `__repr__`, the arguments of exceptions, code under `if TYPE_CHECKING`, the keywords of NOT_DROPPED, and
-the number in `reshape(-1)`. Of drawings, sizes, places and colors are a matter of taste: neither the keywords of
-TASTE nor fractions in visualize/.
+annotations, `__repr__`, the arguments of exceptions, code under `if TYPE_CHECKING`, functions that import torch (the
+environment of `make test` lacks it; `make reference` tests them), the keywords of NOT_DROPPED, and the number in
+`reshape(-1)`. Of drawings, sizes, places and colors are a matter of taste: neither the keywords of TASTE nor fractions
+in visualize/.
 """
 
 import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 COMPARE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 COMPARE |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
@@ -239,9 +241,17 @@ def is_taste(file: str, text: str) -> bool:
 def is_other_code(change: Change, source: str) -> bool:
     """Say whether the file with the mistake is Python, and other Python than before."""
     try:
-        return ast.dump(ast.parse(change.apply(source))) != ast.dump(ast.parse(source))
+        return structure(change.apply(source)) != structure_of_code(source)
     except SyntaxError:
         return False
+
+
+def structure(source: str) -> str:
+    """Return the syntax tree of a source as text, without places."""
+    return ast.dump(ast.parse(source))
+
+
+structure_of_code = cache(structure)  # of a whole file, into which many mistakes are put
 
 
 # ---- where operators may change the code -----------------------------------------------------------------------------
@@ -296,9 +306,15 @@ def is_left_alone(node: ast.AST, name: str, child: ast.AST) -> bool:
         return True
     if isinstance(node, ast.keyword) and node.arg in NOT_DROPPED | TASTE:
         return True
-    if isinstance(child, FUNCTIONS) and child.name == "__repr__":
+    if isinstance(child, FUNCTIONS) and (child.name == "__repr__" or imports_torch(child)):
         return True
     return isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+
+
+def imports_torch(function: ast.AST) -> bool:
+    """Say whether a function imports torch."""
+    imports = (node for node in ast.walk(function) if isinstance(node, ast.Import))
+    return any(alias.name == "torch" for node in imports for alias in node.names)
 
 
 def is_open_size(node: ast.AST, child: ast.AST) -> bool:

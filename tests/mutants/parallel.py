@@ -8,7 +8,7 @@ MUTANTS = [
         "parallel/test_bucket_sizes.py parallel/test_ddp.py",
         (
             "groups: first_bucket_bytes is ignored",
-            "(bucket_bytes if len(groups) > 1 else first_bucket_bytes)",
+            "bucket_bytes if len(groups) > 1 else first_bucket_bytes",
             "bucket_bytes",
         ),
     ),
@@ -16,7 +16,7 @@ MUTANTS = [
         "minipar/parallel/buckets.py",
         "parallel/test_bucket_sizes.py parallel/test_ddp.py",
         ("buckets: an unused parameter sends what was there", "view[...] = 0", "pass"),
-        ("buckets: a bucket does not wait for the head", "for leaf in (p, *p.ties)}", "for leaf in (p,)}"),
+        ("buckets: a bucket does not wait for the head", "[(p, *p.ties) for p", "[(p,) for p"),
     ),
     *mistakes(
         "minipar/parallel/ddp.py",
@@ -137,7 +137,7 @@ MUTANTS = [
             "            pass\n        for groups in stretches:\n            ordered += groups\n",
         ),
         ("placement: a chunk ignores the parameter's offset", "max(position - self.offset, 0)", "max(position, 0)"),
-        ("placement: a shard never decays", "= whole.decays, whole.placement", "= self.decays, whole.placement"),
+        ("placement: a shard never decays", "self.decays = whole.decays", "pass"),
     ),
     *mistakes(
         "minipar/parallel/shards.py",
@@ -162,7 +162,11 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/state.py",
         "parallel/test_state.py",
-        ("state: every tp rank owns what all hold", "if placement.tp.rank > 0 and", "if placement.tp.rank > 99 and"),
+        (
+            "state: every tp rank owns what all hold",
+            "if not is_first_holder(placement.tp):",
+            "if not is_first_holder(placement.tp) and False:",
+        ),
         ("state: every replica of a shard owns it", "placement.dp.replica > 0:", "placement.dp.replica > 99:"),
         (
             "state: a shard is read at its place in the whole",
@@ -183,6 +187,16 @@ MUTANTS = [
         "minipar/parallel/parallelize.py",
         "parallel/test_contract.py",
         ("shard: stage 3 keeps whole parameters", "    if stage == 2:\n", "    if stage in (2, 3):\n"),
+    ),
+    *mistakes(
+        "minipar/parallel/parallelize.py",
+        "parallel/test_parallelize.py",
+        (
+            "parallelize: trees leave a rank's tokens unsummed",
+            "if tensor is None else",
+            "if tensor is None or leaves else",
+        ),
+        ("parallelize: leaves of no tokens", 'if reduction == "tree" and length == 0:', "if False:"),
     ),
     *mistakes(
         "minipar/parallel/traffic.py",
@@ -282,10 +296,10 @@ MUTANTS = [
         ("zero: a gradient that was sent is kept", "        bucket.drop_gradient()\n", ""),
         (
             "zero: backward writes into arrays that are not the bucket's",
-            "                segment.run = partial(self.run, segment.run, bucket)\n",
+            "                    segment.run = partial(self.run, bucket, segment.run)\n",
             "",
         ),
-        ("zero: a gradient is allocated at the head already", "                break\n", ""),
+        ("zero: a gradient is allocated at the head already", "                    break\n", ""),
     ),
     *mistakes(
         "minipar/parallel/zero_optimizer.py",
@@ -332,7 +346,8 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/exact_norm.py",
         "train/test_tree.py",
-        ("exact norm: each rank of tp counts what all have", "tp.rank == 0 or", "tp.rank >= 0 or"),
+        ("exact norm: each rank of tp counts what all have", "if is_first_holder(placement_of(p).tp):", "if True:"),
+        ("exact norm: the sum of too many squares is wrong", "    if elements > most:", "    if False:"),
         ("exact norm: the lower halves are dropped", "totals[1] += low", "totals[1] += 0 * low"),
     ),
 ]

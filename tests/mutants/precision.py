@@ -39,12 +39,12 @@ MUTANTS = [
         ("hybrid: sums over replicas are not waited for", "return self.second.wait()", "return None"),
     ),
     *mistakes(
-        "minipar/parallel/groups.py",
+        "minipar/parallel/hybrid.py",
         TESTS,
         (
             "2 bytes: microbatches add up in them",
-            'xp.promote_types(groups[0].parameters[0].dtype, "float32")',
-            "groups[0].parameters[0].dtype",
+            'xp.promote_types(model.parameters()[0].dtype, "float32")',
+            "model.parameters()[0].dtype",
         ),
     ),
     *mistakes(
@@ -70,7 +70,7 @@ MUTANTS = [
     *mistakes(
         "minipar/train/trainer.py",
         TESTS,
-        ("loss scale: not applied", "self.scaler.scale / self.tokens_per_step))", "1 / self.tokens_per_step))"),
+        ("loss scale: not applied", "self.scaler.scale / self.targets))", "1 / self.targets))"),
     ),
     *mistakes(
         "minipar/train/balance.py",

@@ -15,7 +15,7 @@ MUTANTS = [
         ("tensor: sequence parallelism gathers along the samples", "SEQUENCE = 1 ", "SEQUENCE = 0 "),
         (
             "tensor: a position is looked up for other tokens",
-            "self.border.group.part(index, 0)",
+            "self.border.group.part(index, index.ndim - 1)",
             "index[: len(index) // self.border.group.size]",
         ),
     ),
@@ -64,7 +64,67 @@ MUTANTS = [
             '"q_proj": Split(0, 1, ColumnLinear)',
         ),
         ("tensor: tp need not divide the K/V heads", "model.n_kv_head, tp,", "model.n_kv_head, 1,"),
-        ("tensor: the K/V heads are not divided", "module.kv_heads //= group.size", "pass"),
+        ("tensor: the K/V heads are not divided", "module.kv_heads = max(1, module.kv_heads // group.size)", "pass"),
+    ),
+    *mistakes(
+        "minipar/parallel/tensor/plan.py",
+        "parallel/tensor/test_llama.py train/test_grouped_queries.py",
+        (
+            "tensor: copies of other heads are added up",
+            "sharers, _ = comm.levels(comm.size // copies)",
+            "_, sharers = comm.levels(copies)",
+        ),
+        ("tensor: copies wait for a wrapper to sum them", "if terms(own) > 1:", "if isinstance(own, Partial):"),
+        ("tensor: any number of ranks may copy a head", '"tp/kv-heads", tp, model.n_kv_head,', '"tp/kv-heads", tp, 1,'),
+        (
+            "tensor: v is whole heads or nothing",
+            'ColumnLinear, crosses=False, of_kv_heads=True),\n    "o_',
+            'ColumnLinear, crosses=False),\n    "o_',
+        ),
+    ),
+    *mistakes(
+        "minipar/parallel/placement.py",
+        "parallel/tensor/test_llama.py parallel/test_placement.py",
+        (
+            "placement: the gradients of copies are not summed",
+            "return 1 if isinstance(placement, Replicate)",
+            "return 1 if not isinstance(placement, Partial)",
+        ),
+        ("placement: each holder is the first", "return placement.copy == 0 if", "return True if"),
+        ("placement: a table without copies", "if self.copies > 1 else", "if False else"),
+    ),
+    *mistakes(
+        "minipar/parallel/grad_norm.py",
+        "parallel/test_grad_norm.py",
+        ("norm: each copy of a head counts", "if kind == SPLIT and not is_first_holder(placement.tp):", "if False:"),
+    ),
+    *mistakes(
+        "minipar/parallel/state.py",
+        "train/test_grouped_queries.py",
+        (
+            "state: a saved head has its rank's number",
+            "tp.groups, tp.rank, tp.ranks)",
+            "tp.groups, tp.rank, tp.ranks * tp.copies)",
+        ),
+    ),
+    *mistakes(
+        "minipar/parallel/traffic.py",
+        "train/test_grouped_queries.py parallel/test_traffic.py",
+        (
+            "traffic: the sum of copies is free",
+            "for ranks in {layout.tp, kv_copies(layout.model.n_kv_head, layout.tp)} - {1}:",
+            "for ranks in {layout.tp}:",
+        ),
+        ("traffic: heads of keys on fewer ranks", "kv_heads = max(1, layout.", "kv_heads = max(0, layout."),
+    ),
+    *mistakes(
+        "minipar/plan/model.py",
+        "parallel/tensor/test_llama.py",
+        (
+            "model: copies of heads need no room",
+            "return self if self.groups >= tp else replace",
+            "return self or replace",
+        ),
     ),
     *mistakes(
         "minipar/parallel/tensor/plan.py",
@@ -102,6 +162,20 @@ MUTANTS = [
             "return [(second_half, whole)]",
             "return [(second_half, first_half)]",
         ),
+    ),
+    *mistakes(
+        "minipar/parallel/token_order.py",
+        "parallel/test_documents.py",
+        ("documents: a rank sees others' earlier documents", "[starts[first], queries[first]]", "[0, queries[first]]"),
+        ("documents: chunks of a document see one another", "ends_before |= np.diff(queries) > 1", "pass"),
+        ("documents: what does not divide is dealt anew", "dealt[i] += rest", "pass"),
+        ("documents: the zag is missing", "np.minimum(places, 2 * ranks - 1 - places)", "places % ranks"),
+    ),
+    *mistakes(
+        "minipar/parallel/context.py",
+        "parallel/test_documents.py",
+        ("documents: the ring's backward has none", "with packed(ids):", "with packed(None):"),
+        ("documents: positions are those of other ranks", "from_host(context.part(ids))", "from_host(ids[:, :count])"),
     ),
     *mistakes(
         "minipar/parallel/context.py",
@@ -247,6 +321,15 @@ MUTANTS = [
         "parallel/pipeline/test_module.py",
         ("pipeline module: plain optimizers are accepted", "p.owners.append(self)", "pass"),
         ("pipeline module: counts its own replica's targets", 'dp.all_reduce(totals, algorithm="ordered")\n', "pass\n"),
+    ),
+    *mistakes(
+        "minipar/parallel/tensor/layers.py",
+        "parallel/pipeline/test_module.py",
+        (
+            "layers: the input's gradient is put off as a weight's",
+            "return PendingGradient(wait), dweight",
+            "from minipar.autograd import LazyGradient\n\n        return LazyGradient(lambda out: wait()), dweight",
+        ),
     ),
     *mistakes(
         "minipar/parallel/tensor/user_layers.py",

@@ -9,7 +9,7 @@ MUTANTS = [
         ("trainer: --betas is ignored", "betas=flags.betas", "betas=(0.9, 0.999)"),
         ("trainer: --eps is ignored", "eps=flags.eps", "eps=1e-8"),
         ("trainer: --weight-decay is ignored", "weight_decay=flags.weight_decay", "weight_decay=0.01"),
-        ("trainer: --clip-grad is ignored", "(self.config.optimizer.clip_grad or None)", "(None)"),
+        ("trainer: --clip-grad is ignored", "(limit if limit != 0 else None)", "(None)"),
         ("trainer: --lr-schedule is ignored", "schedule=flags.lr_schedule", 'schedule="constant"'),
         ("trainer: --warmup-steps is ignored", "warmup_steps=flags.warmup_steps", "warmup_steps=0"),
         ("trainer: --order is ignored", "order=config.data.order", 'order="random"'),
@@ -22,12 +22,12 @@ MUTANTS = [
         ("trainer: the learning rate starts again after a resume", "step=step,", "step=step - self.first_step,"),
         (
             "trainer: the loss is one of a sample",
-            "return loss / self.tokens_per_step",
+            "return loss / self.targets",
             "return loss / self.config.data.global_batch",
         ),
         (
             "trainer: the gradient is that of the sum",
-            "xp.full_like(loss.data, self.scaler.scale / self.tokens_per_step)",
+            "xp.full_like(loss.data, self.scaler.scale / self.targets)",
             "xp.full_like(loss.data, self.scaler.scale)",
         ),
     ),
@@ -116,8 +116,8 @@ MUTANTS = [
             "problem = self.twin.problem(result.step)",
             "self.twin.problem(result.step)",
         ),
-        ("verify: ranks may hold different parameters", "return len(set(comm.all_", "return True or len(set(comm.all_"),
-        ("verify: tensor ranks may hold other copies", "same.append(same_over(trainer.mesh.tp, whole))", "pass"),
+        ("verify: ranks may hold different parameters", "return len(set(digests[", "return True or len(set(digests["),
+        ("verify: tensor ranks may hold other copies", "same.append(same_over(tp, ranks, held))", "pass"),
         (
             "verify: the float32 ranks stay at the first step",
             "                self.twin.take_parameters(self.trainer, state)",
@@ -183,7 +183,56 @@ MUTANTS = [
     *mistakes(
         "minipar/train/evaluate.py",
         "train/test_evaluate.py",
-        ("evaluation: a mean over padding too", "total / (count * length)", "total / (len(losses) * length)"),
+        (
+            "evaluation: a mean over padding too",
+            "targets_of_all = count * length",
+            "targets_of_all = losses.size * length",
+        ),
+    ),
+    *mistakes(
+        "minipar/train/data.py",
+        "train/test_pack.py",
+        (
+            "documents: a separator's target counts",
+            "return np.where(inputs == separator,",
+            "return np.where(inputs < 0,",
+        ),
+        (
+            "documents: one begins with its separator",
+            "inputs[:, :-1] == separator, places",
+            "inputs[:, 1:] == separator, places",
+        ),
+        ("documents: ignored targets are counted", "return count - int(", "return count - 0 * int("),
+    ),
+    *mistakes(
+        "minipar/train/trainer.py",
+        "train/test_pack.py",
+        (
+            "documents: a pipeline has none",
+            "position_ids.append(self.batches.position_ids(step, samples))",
+            "position_ids.append(None)",
+        ),
+        (
+            "documents: one device has none",
+            "documents = packed(self.batches.position_ids(step, samples))",
+            "documents = packed(None)",
+        ),
+    ),
+    *mistakes(
+        "minipar/train/pipeline_pass.py",
+        "train/test_pack.py",
+        ("documents: one microbatch's for all", "packed(position_ids[m])", "packed(position_ids[0])"),
+    ),
+    *mistakes(
+        "minipar/train/evaluate.py",
+        "train/test_pack.py",
+        ("documents: evaluation counts all tokens", "targets_of_all -= int(", "targets_of_all -= 0 * int("),
+        ("documents: evaluation has none", "with packed(document_positions(inputs, separator)):", "with packed(None):"),
+    ),
+    *mistakes(
+        "minipar/train/resume.py",
+        "train/test_pack.py",
+        ("documents: a resumed run forgets them", "--order --pack --seed", "--order --seed"),
     ),
     *mistakes(
         "minipar/train/pipeline_pass.py",

@@ -203,10 +203,11 @@ def test_more_experts_per_token_than_experts_are_refused():
 @pytest.mark.parametrize("config", [SMALL, TIED])
 def test_export_and_load_return_the_same_model(config, tmp_path):
     model = Mixtral(config, dtype="float64")
-    save_pretrained(model, tmp_path)
-    loaded = load_pretrained(tmp_path, dtype="float64")
+    directory = tmp_path / "new" / "too"
+    save_pretrained(model, directory)
+    loaded = load_pretrained(directory, dtype="float64")
     assert type(loaded) is Mixtral and loaded.config == config
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["MixtralForCausalLM"]
+    assert json.loads((directory / "config.json").read_text())["architectures"] == ["MixtralForCausalLM"]
     assert all(np.array_equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
 
 

@@ -121,10 +121,10 @@ def test_clipping_scales_all_gradients_by_one_factor():
     assert clip_grad_norm([a, b, unused], norm * 2) == pytest.approx(norm, rel=1e-14)
     assert np.array_equal(np.concatenate([a.grad.reshape(-1), b.grad]), before)
     a.grad, b.grad = np.full((2, 3), 2.0), np.array([5.0, 0, 0, 0])
-    assert clip_grad_norm([a, b, unused], 7.0) == 7.0
+    assert clip_grad_norm(iter([a, b, unused]), 7.0) == 7.0
     assert (a.grad == 2).all() and b.grad[0] == 5  # a norm that is as large as allowed is not scaled
     a.grad, b.grad = before[:6].reshape(2, 3).copy(), before[6:].copy()
-    clip_grad_norm([a, b, unused], 0.5)
+    clip_grad_norm(iter([a, b, unused]), 0.5)  # as from a model's generator
     np.testing.assert_allclose(np.concatenate([a.grad.reshape(-1), b.grad]), before * 0.5 / (norm + 1e-6), rtol=1e-13)
 
 

@@ -348,7 +348,8 @@ class LossTimesCp(Trainer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.tokens_per_step //= self.mesh.cp.size
+        all_targets = self.batches.target_count
+        self.batches.target_count = lambda step: all_targets(step) // self.mesh.cp.size
 
 
 def from_the_right(ring, pair):

@@ -5,6 +5,7 @@ import pytest
 from training import config_for, ranks_of, trainer_for
 
 from minipar.comm import run_local, serial, wire_bytes
+from minipar.parallel import exact_norm
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import elements_of, placement_of
 from minipar.parallel.state import local_part
@@ -59,6 +60,24 @@ def test_each_element_counts_once_in_the_same_bits_at_each_stage(layout):
     by_stage = [norms(layout, stage) for stage in range(4)]
     assert by_stage[0][0] == pytest.approx(NORM, rel=1e-14)
     assert all(norm == by_stage[0][0] for ranks in by_stage for norm in ranks)
+
+
+@pytest.mark.parametrize("layout", ["--tp 4 --dp 2 --sequence-parallel", "--tp 4 --pp 2 --microbatches 2", "--tp 8"])
+def test_a_head_that_several_ranks_copy_counts_once(layout):
+    shape = f"--model llama --heads 8 --kv-heads 2 --hidden 16 --ffn 8 --layers 2 --dtype float64 {layout}"
+    config = config_for(f"{shape} --seq-len 8 --vocab-size 11 --global-batch 4")
+
+    def rank(comm):
+        trainer = trainer_for(config, TEXT, comm)
+        parameters = trainer.ddp.parameters()
+        for p in parameters:
+            is_key = "k_proj" in p.placement.name
+            p.grad = np.full(p.shape, 3.0 if is_key else 0.0)  # zeros of padding do not count either
+        axes = trainer.mesh.dp, trainer.mesh.tp, trainer.mesh.pp
+        return clip_grad_norm(parameters, None, *axes), exact_norm.clip_grad_norm(parameters, None, *axes)
+
+    expected = 3.0 * np.sqrt(2 * 4 * 16)  # two layers of two heads of two rows
+    assert run_local(8, rank) == [(pytest.approx(expected, rel=1e-14),) * 2] * 8
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -300,11 +300,11 @@ class CountsTheNormOfEveryReplica(Trainer):
     """The squares of the shards, summed over all ranks: each is counted q times."""
 
     def _clip_grad_norm(self, max_norm):
-        right, self.ddp.shard_comm = self.ddp.shard_comm, self.ddp.comm
+        right, self.ddp.norm_comm = self.ddp.norm_comm, self.ddp.comm
         try:
             return super()._clip_grad_norm(max_norm)
         finally:
-            self.ddp.shard_comm = right
+            self.ddp.norm_comm = right
 
 
 class SumsOverReplicasTooEarly(Trainer):

@@ -1,9 +1,13 @@
 """Claims about the function that applies all strategies: every argument arrives, and without any it is plain dp."""
 
+from functools import partial
+
+import numpy as np
 import pytest
-from training import MLP, small_gpt
+from training import MLP, gradient_of, small_gpt, text
 
 from minipar.comm import DeviceMesh, run_local, serial
+from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel import parallelize as module
 from minipar.parallel.ddp import DistributedDataParallel
@@ -68,3 +72,26 @@ def test_tp_ranks_share_tokens_only_where_they_are_asked_to(options):
         return any(isinstance(p.placement.tp, Partial) for p in made.ddp.parameters())
 
     assert run_local(2, rank) == [bool(options)] * 2
+
+
+@pytest.mark.parametrize("stage", CLASSES)
+def test_gradients_of_a_ranks_own_tokens_are_summed_as_trees(stage):
+    """A script may apply the strategies by itself, without the trainer, which adds up the microbatches as a tree."""
+
+    def rank(reduction, comm):
+        model = GPT(GPTConfig(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2), dtype="float64")
+        mesh = DeviceMesh(comm, tp=2)
+        options = {"zero_stage": stage, "sequence": True, "length": 8}
+        ddp = parallelize(model, mesh, reduction=reduction, **options).ddp
+        ddp.loss(*text([0, 1], vocab=16)).backward()
+        return gradient_of(ddp)
+
+    ring, tree = [run_local(2, partial(rank, reduction))[0] for reduction in ("ring", "tree")]
+    for name, gradient in ring.items():
+        np.testing.assert_allclose(tree[name], gradient, rtol=1e-12, atol=1e-15, err_msg=name)
+
+
+def test_sums_as_trees_need_the_length_of_the_sequences():
+    """Each leaf has as many of a sequence's tokens."""
+    with pytest.raises(UsageError, match='reduction "tree", but length = 0'):
+        parallelize(small_gpt(), DeviceMesh(serial()), reduction="tree")

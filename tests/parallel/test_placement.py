@@ -21,9 +21,13 @@ from minipar.parallel.placement import (
     attach_placements,
     bucket_slice,
     elements_of,
+    holders,
+    is_first_holder,
     placement_of,
+    terms,
     update,
 )
+from minipar.parallel.tensor.plan import tensor_placement
 
 RANDOM = np.random.Generator(np.random.Philox(41))
 
@@ -58,6 +62,30 @@ def test_a_shard_in_three_gives_each_rank_its_heads_of_q_k_and_v(ranks):
         own = range(rank * heads // ranks, (rank + 1) * heads // ranks)
         expected = [kind * 1000 + head for kind in range(3) for head in own for _ in range(d)]
         assert Shard(rank, ranks, 1, 3 * h, 3).part(names)[0].tolist() == expected
+
+
+@pytest.mark.parametrize(("ranks", "copies"), [(2, 2), (4, 2), (6, 3), (8, 2), (8, 8)])
+def test_neighbouring_ranks_hold_copies_of_one_slice(ranks, copies):
+    whole = RANDOM.standard_normal((24, 4))
+    slices = ranks // copies
+    name = "model.layers.0.self_attn.k_proj.weight"
+    shards = [tensor_placement(name, (24, 4), slices, rank, ranks, False) for rank in range(ranks)]
+    parts = [each.part(whole) for each in shards]
+    for rank, (each, part) in enumerate(zip(shards, parts, strict=True)):
+        assert np.array_equal(part, np.split(whole, slices)[rank // copies])
+        assert part.shape == each.local_shape(whole.shape)
+        assert is_first_holder(each) == (rank in range(0, ranks, copies))
+        assert np.array_equal(each.join(parts[::copies]), whole)
+        assert str(each) == f"Shard(0, copies={copies})" and terms(each) == holders(each) == copies
+        assert Placement(name, (24, 4), each).describe() == f"{name}, tp rank {rank} of {ranks}"
+    assert str(Shard(0, 4, 0, 8, 2, 2)) == "Shard(0, groups=2, copies=2)"
+
+
+def test_each_kind_of_placement_says_what_ranks_hold_and_add():
+    """(ranks with the same values, ranks in one sum, whether this one counts them) on rank 2 of 4."""
+    kinds = Replicate(2, 4), Partial(2, 4), Shard(2, 4, 0, 8), Shard(1, 2, 0, 8, copies=2, copy=0)
+    found = [(holders(each), terms(each), is_first_holder(each)) for each in kinds]
+    assert found == [(4, 1, False), (4, 4, False), (1, 1, True), (2, 2, True)]
 
 
 def test_each_kind_of_placement_is_no_other_kind():
@@ -170,6 +198,18 @@ def test_placements_print_as_a_table():
     assert rows["wpe.weight"].split() == "(4, 8) Partial 0 - 8:32 of 32".split()
     assert rows["h.0.attn.c_attn.weight"].split()[2:4] == ["Shard(1,", "groups=3)"]
     assert {line.index("Shard(0)") for line in after if "Shard(0)" in line} == {after[0].index("tp")}
+
+
+def test_the_table_says_which_heads_are_copied():
+    def rank(comm):
+        model = mp.Llama(mp.LlamaConfig(7, 16, 8, 1, 8, 2, 4))
+        tensor = mp.tensor_parallel(model, comm)
+        mp.shard(model, mp.DeviceMesh(comm, tp=comm.size).dp, 1, before_reduce=tensor.sum_partial)
+        return str(mp.placements(model)).splitlines()
+
+    rows = {line.split()[0].split(".")[-2]: line for line in run_local(8, rank)[5][1:]}
+    assert "(4, 16)   Shard(0, copies=4)  0   -   0:32 of 32" in rows["k_proj"]
+    assert "Shard(0, copies=4)" in rows["v_proj"] and "copies" not in rows["q_proj"] + rows["o_proj"]
 
 
 def test_readme_shows_lines_of_the_table_of_its_model():

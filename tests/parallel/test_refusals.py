@@ -6,7 +6,7 @@ import pytest
 import minipar as mp
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig, Linear, Mixtral, MixtralConfig, Module
+from minipar.nn import GPT, GPTConfig, Linear, Llama, LlamaConfig, Mixtral, MixtralConfig, Module
 from minipar.parallel.context import context_parallel
 from minipar.parallel.expert import expert_parallel
 from minipar.parallel.parallelize import parallelize, shard
@@ -258,11 +258,23 @@ def test_partial_gradients_without_their_sum_are_refused(stage):
     def rank(comm):
         mesh, model = DeviceMesh(comm, dp=2, tp=2), GPT(SHAPE)
         tensor = tensor_parallel(model, mesh.tp, sequence=True)
-        with pytest.raises(UsageError, match="covers a part of the tokens .*: write tensor = .*tensor.sum_partial"):
+        with pytest.raises(UsageError, match="covers a part of the tokens, .*: write tensor = .*tensor.sum_partial"):
             shard(model, mesh.dp, stage)
         shard(model, mesh.dp, stage, before_reduce=tensor.sum_partial)
 
     run_local(4, rank)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_copies_without_the_sum_of_their_gradients_are_refused(stage):
+    def rank(comm):
+        mesh, model = DeviceMesh(comm, dp=2, tp=4), Llama(LlamaConfig(16, 16, 16, 1, 4, 2))
+        tensor = tensor_parallel(model, mesh.tp)
+        with pytest.raises(UsageError, match="k_proj.weight covers a part of .* heads on each .*: write tensor = "):
+            shard(model, mesh.dp, stage)
+        shard(model, mesh.dp, stage, before_reduce=tensor.sum_partial)
+
+    run_local(8, rank)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

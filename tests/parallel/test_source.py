@@ -37,6 +37,23 @@ def set_on_others(source):
     return names
 
 
+def added_to_others(source):
+    """Return the names of the lists, of objects that are not its own, to which code adds."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ("append", "insert", "extend"):
+            given = node.value
+            if isinstance(given, ast.Attribute) and ast.unparse(given.value) not in OWN:
+                names.add(given.attr)
+    return names
+
+
+def set_on_itself(source):
+    """Return the names of the attributes that the classes of a file set on their objects."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign | ast.AnnAssign)]
+    return {target.attr for node in found for target in targets(node) if ast.unparse(target.value) == "self"}
+
+
 def collectives_under_a_rank(source):
     """Return the collectives that are called inside an `if` whose condition names a rank."""
     found = []
@@ -56,6 +73,8 @@ def collectives_under_a_rank(source):
 
 def test_what_strategies_set_on_a_model_is_what_the_list_says():
     found = set().union(*(set_on_others(path.read_text()) for path in FILES))
+    of_models = set().union(*(set_on_itself(path.read_text()) for path in (FOLDER.parent / "nn").glob("*.py")))
+    found |= of_models & set().union(*(added_to_others(path.read_text()) for path in FILES))
     assert found == {name for names in SET_BY_STRATEGIES.values() for name in names}
 
 
@@ -67,6 +86,11 @@ def test_no_collective_is_called_on_some_ranks_only(path):
 def test_an_attribute_that_a_strategy_sets_is_seen():
     assert set_on_others("p.owner = 1") == {"owner"}
     assert set_on_others("a, b.c = x\nself.d.e += 1\nself.f = 2") == {"c", "e"}
+
+
+def test_a_list_that_a_strategy_adds_to_is_seen():
+    assert added_to_others("p.owners.append(1)\nself.works.append(2)\nlist.append(3)") == {"owners"}
+    assert set_on_itself("class A:\n    def f(self):\n        self.a = p.b = 1\n        self.c: int = 2") == {"a", "c"}
 
 
 def test_a_collective_of_one_rank_is_seen():

@@ -67,6 +67,9 @@ CASES = {
         "--vocab-size 16 --hidden 24"),
     "sums as trees, of a Llama's own tokens": (8, "--pp 2 --tp 4 --model llama --reduction tree "
         "--global-batch 4 --vocab-size 16 --hidden 24 --sequence-parallel --recompute full"),
+    "heads of keys on two ranks each": (8, "--dp 2 --tp 4 --model llama --kv-heads 2 --hidden 24 --zero-stage 2 "
+        "--sequence-parallel --microbatches 2 --sync-every-microbatch"),
+    "one head of keys": (8, "--pp 2 --tp 4 --model llama --kv-heads 1 --hidden 24 --clip-grad 1"),
     "a long vocabulary": (8, "--tp 4 --pp 2 --vocab-size 259 --microbatches 2 --sequence-parallel --zero-stage 3"),
 }  # fmt: skip
 

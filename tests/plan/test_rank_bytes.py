@@ -5,10 +5,13 @@ from fractions import Fraction
 import pytest
 from planning import layout
 
+from minipar.nn import LlamaConfig
+from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.actions import peak_live
 from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.traffic import tp_bytes
 from minipar.plan.layout import MEGATRON, MINIPAR, PRECISIONS
-from minipar.plan.model import find_model
+from minipar.plan.model import ModelShape, find_model
 from minipar.plan.rank_bytes import in_flight, layer_activations, layer_state, memory, rank_parameters, volume
 
 GPT3 = find_model("gpt3-175b")
@@ -105,6 +108,17 @@ def test_bytes_of_tensor_parallelism(tp, sequence_parallel):
     assert volume(GPT3, full, 2048).tp == volume(GPT3, one, 2048).tp * 3 / 2
 
 
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (4, 4), (4, 2), (8, 2), (8, 1)])
+def test_ranks_with_copies_hold_and_send_what_training_does(tp, kv_heads):
+    """A layer's elements on a rank, and the bytes that it adds, are those of the placements and of the closed form."""
+    model = ModelShape(1, 64, 8, 16, kv_heads=kv_heads, ffn=48, gated=True, tied=False, biases=False, norm_biases=False)
+    one, two = (StepLayout(LlamaConfig(16, 64, 48, layers, 8, kv_heads, 8), 8, 1, 1, 2, tp=tp) for layers in (1, 2))
+    held = [p.dp.size for p in one.placements() if ".layers." in p.name]
+    assert layer_state(model, tp, 1) == sum(held)
+    sent = volume(model, layout(tp=tp, precision=PRECISIONS["fp16"]), 8).tp
+    assert sent == tp_bytes(two, 0, 0) - tp_bytes(one, 0, 0)
+
+
 def test_bytes_of_zero_with_one_microbatch_and_with_several():
     one = Fraction(2 * GPT3.parameters * 63, 64)
     for microbatches, passes in ((1, [2, 2, 2, 3]), (5, [2, 2, 6, 15])):
@@ -128,7 +142,7 @@ def test_buffers_hold_logits_gradients_and_gathered_units(framework, sequence_pa
     sliced = hidden / (8 if sequence_parallel else 1)
     moving = 2 * sliced + (3 if framework is MEGATRON else 2) * 2 * 2048 * GPT3.vocab_size / 8
     moving += 0 if framework is MEGATRON else 2 * sliced + hidden
-    one, whole = layer_state(GPT3, 8), layer_activations(GPT3, layout(**given), 2048, framework.kept)
+    one, whole = layer_state(GPT3, 8, 1), layer_activations(GPT3, layout(**given), 2048, framework.kept)
     for zero, units in ((0, 0), (1, 0), (2, 2), (3, 4)):
         assert memory(GPT3, layout(zero=zero, **given), 2048, framework).buffers == moving + units * 2 * one
         full = memory(GPT3, layout(zero=zero, recompute="full", **given), 2048, framework).buffers

@@ -257,17 +257,17 @@ def test_scores_that_are_computed_again_are_in_blocks():
         assert f"--attention {flag} " in train_command("gpt2", MODELS["gpt2"], own, 64)
 
 
-def test_a_layout_that_training_lacks_says_so(capsys):
+def test_a_layout_that_training_lacks_says_so(capsys, tmp_path):
     layout = Layout(dp=1, tp=16, pp=1, microbatch=1, microbatches=1)
-    with pytest.raises(UsageError, match="kv-heads/tp = 8/16 is not a whole number: minipar.train has no copies"):
-        train_command("llama-3-8b", MODELS["llama-3-8b"], layout, 64)
+    assert " --kv-heads 8 " in train_command("llama-3-8b", MODELS["llama-3-8b"], layout, 64)  # two ranks copy each
     odd = replace(MODELS["llama-7b"], ffn=11009)
     with pytest.raises(UsageError, match="ffn/tp = 11009/16 is not a whole number: minipar.train has whole columns"):
         train_command("llama-7b", odd, layout, 64)
-    question = "--model llama-3-8b --gpus 16 --gpu h100 --global-batch 16 --seq-len 1024 --tp 16 --pp 1"
+    sizes = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"n_inner": 9}))
+    question = f"--model {tmp_path} --gpus 2 --gpu h100 --global-batch 2 --seq-len 16 --tp 2 --pp 1"
     assert printed(capsys, *question.split()).splitlines()[-1] == (
-        "minipar.train cannot run 1.: kv-heads/tp = 8/16 is not a whole number: "
-        "minipar.train has no copies of heads of k and v"
+        "minipar.train cannot run 1.: ffn/tp = 9/2 is not a whole number: minipar.train has whole columns on each rank"
     )
 
 

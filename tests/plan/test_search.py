@@ -302,5 +302,7 @@ def test_a_gpu_that_would_fit_has_usable_memory_enough(monkeypatch):
 def test_sizes_that_divide_nothing_are_refused():
     with pytest.raises(UsageError, match=r"seq-len/\(2\*cp\) = 1000/6 is not a whole number"):
         SearchSpace(cp=(2, 3)).context_sizes(1000)
+    with pytest.raises(UsageError, match=r"seq-len/\(2\*cp\) = 1002/4 is not a whole number"):
+        SearchSpace(cp=(1, 2)).context_sizes(1002)
     with pytest.raises(UsageError, match="experts/ep = 8/3 is not a whole number"):
         SearchSpace(ep=3).expert_sizes(find_model("mixtral-8x7b"), 6, 6)

@@ -109,6 +109,18 @@ def test_over_slow_links_a_step_takes_what_it_sends(zero):
     assert sent <= time.total <= sent + time.compute + time.optimizer
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_over_slow_cards_a_step_takes_its_sums_over_replicas(zero):
+    """Each replica of the shards is in one host, so that nothing else goes over the cards."""
+    fast = wires()
+    cluster = replace(fast, per_host=2, gpu=replace(fast.gpu, between=fast.gpu.inside / 1e6))
+    one = layout(dp=8, zero=zero, zero_replicas=4, microbatches=3)
+    rank = stages(GPT2, one, cluster)
+    summed = 3 if rank.reduces_each_microbatch else 1
+    across = summed * sum(unit.across for unit in rank.units_of(0))
+    assert step_time(GPT2, one, cluster, LENGTH).total == pytest.approx(across, rel=1e-2)
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 def test_a_stages_backward_takes_at_least_its_reductions(zero):
     one = layout(dp=4, pp=2, microbatches=4, zero=zero)

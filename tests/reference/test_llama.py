@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import torch
 from reference.double_precision import compute_in_float64
+from training import joined
 from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
+from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import Llama, LlamaConfig
 from minipar.nn.pretrained import load_config, load_pretrained, save_pretrained
+from minipar.parallel.tensor.plan import tensor_parallel
 
 RANDOM = np.random.Generator(np.random.Philox(9))
 GROUPED = LlamaConfig(
@@ -99,6 +102,31 @@ def test_a_directory_saved_there_computes_the_same_here(config, recompute, tmp_p
     model = load_pretrained(tmp_path, dtype="float64", recompute=recompute)
     assert model.config == replace(config, initializer_range=0.3)
     assert_same_function(model, reference, config)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_more_ranks_than_kv_heads_compute_the_same(kv_heads, tmp_path):
+    """Six tensor-parallel ranks with a head of queries each copy the heads of keys and values."""
+    config = replace(GROUPED, num_key_value_heads=kv_heads, intermediate_size=30)
+    reference = theirs(config)
+    reference.save_pretrained(tmp_path)
+    tokens, targets = data(config)
+    logits = reference(torch.tensor(tokens)).logits.reshape(-1, config.vocab_size)
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(targets).reshape(-1))
+    loss.backward()
+
+    def rank(comm):
+        model = load_pretrained(tmp_path, dtype="float64")
+        tensor = tensor_parallel(model, comm)
+        own = model.loss(tokens, targets)
+        own.backward()
+        tensor.sum_partial(model.parameters())
+        return own.item(), {name: joined(comm, p, p.grad) for name, p in model.named_parameters()}
+
+    for own, gradients in run_local(6, rank):
+        assert abs(own - loss.item()) <= 1e-10
+        for name, parameter in reference.named_parameters():
+            np.testing.assert_allclose(gradients[name], parameter.grad.numpy(), rtol=1e-10, atol=1e-10, err_msg=name)
 
 
 @pytest.mark.parametrize("config", SHAPES[:2])

@@ -218,8 +218,8 @@ def test_a_resumed_run_appends_to_its_metrics(tmp_path):
         path.write_text("".join(lines) + '{"step": 5, "lo')  # killed while it wrote
         metrics = Metrics(str(path), first)
         metrics.write(StepResult(first, 0.5, 1.0, 0.1, 10.0))
+        written = path.read_text().splitlines(keepends=True)  # a line is in the file when its step has ended
         metrics.close()
-        written = path.read_text().splitlines(keepends=True)
         assert written[:-1] == lines[:kept] and json.loads(written[-1])["step"] == first
 
 

@@ -301,6 +301,15 @@ def test_a_checkpoint_is_read_without_ranks(whole):
     assert (checkpoint.array("exp_avg_sq", "wte.weight") >= 0).all()
 
 
+def test_a_saved_checkpoint_leaves_no_file_open(tmp_path):
+    if not os.path.isdir("/dev/fd"):
+        pytest.skip("the system does not list open files")
+    trainer = trainer_for(config_for(FLAGS), TOKENS)
+    before = os.listdir("/dev/fd")
+    trainer.save(tmp_path, 1)
+    assert len(os.listdir("/dev/fd")) == len(before)
+
+
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_a_checkpoint_that_is_no_directory_is_refused(kind, copy):
     newest = copy / "step-00000003"

@@ -89,7 +89,7 @@ REFUSED = {
     "--model llama --hidden 20": "hidden/heads = 20/4 is odd, but rotary positions rotate pairs",
     "--model llama --kv-heads 0": r"--kv-heads 0 is outside \[1, inf\)",
     "--model bert": "argument --model: invalid choice: 'bert'",
-    "--model llama --kv-heads 2 --tp 4": "kv-heads/tp = 2/4 is not a whole number: .* whole heads of k and v",
+    "--model llama --heads 12 --hidden 48 --kv-heads 3 --tp 4": "tp/kv-heads = 4/3 is not a whole number",
     "--model llama --ffn 30 --tp 4": "ffn/tp = 30/4 is not a whole number",
     "--model llama --init-from DIR": "--model and --init-from both give the model's shape",
     "--kv-heads 2 --init-from DIR": "--kv-heads and --init-from both give the model's shape",

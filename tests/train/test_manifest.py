@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from minipar.parallel.state import Cut, Piece
 from minipar.train.checkpoint import Checkpoint, checksum
 from minipar.train.data import Tokens
 from minipar.train.manifest import MOST_BYTES, check_pieces
+from minipar.train.schema import Number
 
 TOKENS = Tokens(np.arange(500, dtype=np.uint8) % 15, "a text", 15)
 SMALL = "--layers 2 --hidden 8 --heads 2 --seq-len 8 --vocab-size 15 --global-batch 4 --steps 2"
@@ -248,6 +250,17 @@ def test_other_models_and_dtypes_are_checked_too(case, saved):
     assert message in refusal(saved[model], change)
 
 
+def test_a_file_holds_all_of_its_elements(saved):
+    """Three arrays: the parameters and two moments."""
+
+    def change(manifest):
+        file = manifest["files"][0]
+        elements = sum(piece["stop"] - piece["start"] for piece in file["pieces"])
+        file["bytes"] = 3 * elements * np.dtype(manifest["dtype"]).itemsize - 1
+
+    assert "files[0].bytes is " in refusal(saved["gpt2"], change)
+
+
 def repeat(path, times):
     def change(manifest):
         parent, key = at(manifest, path)
@@ -367,3 +380,12 @@ def test_under_mpirun_every_rank_refuses_in_one_line(saved, tmp_path):
         commands.append(["minipar.train", "--resume", str(place.parent)])
     for path, result in zip(paths, run_each(3, commands), strict=True):
         assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1, (path, result)
+
+
+@pytest.mark.parametrize("value", [2 * int(sys.float_info.max), INFINITE, NAN], ids=["whole", "inf", "nan"])
+def test_a_number_is_at_most_the_largest_float(value):
+    """Whole or not: json reads whole numbers of any length."""
+    for right in (sys.float_info.max, int(sys.float_info.max), -sys.float_info.max):
+        Number().check(right, "here")
+    with pytest.raises(ValueError, match="here is .*a finite number"):
+        Number().check(value, "here")

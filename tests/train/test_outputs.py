@@ -32,9 +32,9 @@ def outputs(**paths: object) -> TrainConfig:
 
 def test_output_directories_are_made_and_earlier_files_kept(tmp_path):
     (tmp_path / "m.jsonl").write_text("earlier\n")
-    prepare_outputs(outputs(metrics=tmp_path / "m.jsonl", trace=tmp_path / "a/b/t.json", export=tmp_path / "model"))
+    prepare_outputs(outputs(metrics=tmp_path / "m.jsonl", trace=tmp_path / "a/b/t.json", export=tmp_path / "c/model"))
     assert (tmp_path / "m.jsonl").read_text() == "earlier\n"
-    assert (tmp_path / "a/b/t.json").is_file() and list((tmp_path / "model").iterdir()) == []
+    assert (tmp_path / "a/b/t.json").is_file() and list((tmp_path / "c/model").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["metrics", "trace", "export"])

@@ -113,11 +113,11 @@ class WrongCount(Trainer):
     """Divides each rank's loss by its own tokens: the gradients' sum is then `dp` times too large."""
 
     def backward_microbatch(self, step, replica, microbatch):
-        self.tokens_per_step //= self.mesh.dp.size
+        self.targets //= self.mesh.dp.size
         try:
             return super().backward_microbatch(step, replica, microbatch)
         finally:
-            self.tokens_per_step *= self.mesh.dp.size
+            self.targets *= self.mesh.dp.size
 
 
 class SkipsAnAllReduce(Proxy):

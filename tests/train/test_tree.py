@@ -256,11 +256,26 @@ def whole_norm(gradients, axes):
     return float(total[0])
 
 
+@pytest.mark.parametrize("bits", [60, 61])
+def test_a_norm_of_too_many_squares_is_refused(monkeypatch, bits):
+    """Equal squares are the worst case. The limit of the test's integers is 2^3 or 2^2 elements."""
+    monkeypatch.setattr(exact_norm, "BITS", bits)
+    most = 2 ** (63 - bits)
+    value = np.float32(1 - 2**-20)  # its square is just below a power of two
+    exact_norm.check_size(most)
+    total = exact_norm.exact_square_sum([np.full(most, value)], [])
+    assert total == pytest.approx(most * float(value) ** 2, rel=1e-15)
+    beyond = exact_norm.exact_square_sum([np.full(most + 1, value)], [])
+    assert beyond < total
+    with pytest.raises(UsageError, match=f"{most + 1} parameters: .* at most {most} squares"):
+        exact_norm.check_size(most + 1)
+
+
 PLANTED = {
     "leaves from left to right": (tree, "tree_sum", left_to_right),
     "microbatches from left to right": (tree.TreeSum, "add", add_in_arrival),
-    "a whole product for its columns": (tree, "side_by_side", lambda a, b, leaves, groups=1: a @ b),
-    "a whole product for its terms": (tree, "added_up", lambda a, b, leaves, groups=1: a @ b.T),
+    "a whole product for its columns": (tree, "multiply_by_leaves", lambda a, b, leaves, groups=1: a @ b),
+    "a whole product for its terms": (tree, "multiply_as_tree", lambda a, b, leaves, groups=1: a @ b.T),
     "tokens at once": (tree, "token_sums", sum_tokens_at_once),
     "zeros among an embedding's rows": (tree, "own_rows", zeros_among_rows),
     "squares as they come": (exact_norm, "exact_square_sum", whole_norm),

@@ -101,23 +101,29 @@ def verdict_of(change, flags="--dp 2 --dtype float64 --steps 2", when=1):
 
 
 def nudge(array):
+    """Change the first element by one unit in its last place."""
+    flat = array.reshape(-1)
+    flat[0] = np.nextafter(flat[0], array.dtype.type(9))
+
+
+def nudge_each(array):
     """Change each element by one unit in its last place: the next update's rounding hides that of some elements."""
     array[...] = np.nextafter(array, array.dtype.type(9))
 
 
-@pytest.mark.parametrize("when", [1, 2])
+@pytest.mark.parametrize(("when", "change_values"), [(1, nudge_each), (2, nudge)])
 @pytest.mark.parametrize("what", ["parameter", "exp_avg", "exp_avg_sq"])
-def test_one_ulp_of_the_state_fails_after_any_step(what, when):
-    """Also after the last one, when no further step could show it; whatever the order of the sums."""
+def test_one_ulp_of_the_state_fails_after_any_step(what, when, change_values):
+    """Of a single element after the last step, when no further one could show it."""
 
     def change(trainer):
         optimizer = trainer.optimizer
-        array = optimizer.parameters[0].data if what == "parameter" else getattr(optimizer, what)[0]
-        nudge(array)
+        change_values(optimizer.parameters[0].data if what == "parameter" else getattr(optimizer, what)[0])
 
     verdict = verdict_of(change, when=when)
-    named = f"{what} of wte.weight" if when == 2 else "of wte.weight"  # the second update changes the parameter too
-    assert not verdict.passed and named in verdict.line, verdict.line
+    # From a changed moment the second step makes another parameter, which may be named first.
+    named = f"{what} of wte.weight is" if when == 2 else rf"({what}|parameter) of wte.weight( and 1 more are| is)"
+    assert not verdict.passed and re.search(f": {named} not bit for bit", verdict.line), verdict.line
 
 
 @pytest.mark.parametrize(

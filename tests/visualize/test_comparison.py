@@ -8,7 +8,7 @@ from matplotlib.colors import to_rgb
 from minipar.errors import UsageError
 from visualize import plot_comparison, read_comparison
 from visualize.comparison import EQUAL
-from visualize.style import BLUE, INK, VERMILION, YELLOW
+from visualize.style import BLUE, INK, VERMILION
 
 STEPS = {0: {"a": None, "b": 8.0, "c": 1 / 8}, 1: {"a": 1 + 1e-9, "b": math.inf, "c": 0.0}}
 
@@ -19,7 +19,7 @@ def pixels(figure):
 
 def test_a_pixel_is_grey_if_equal_and_else_the_ratios_colour():
     figure = plot_comparison(STEPS)
-    expected = [[EQUAL, YELLOW], [VERMILION, INK], [BLUE, INK]]  # (parameters, steps)
+    expected = [[EQUAL, "#FFFFFF"], [VERMILION, INK], [BLUE, INK]]  # (parameters, steps)
     assert pixels(figure) == [[pytest.approx(to_rgb(colour), abs=0.01) for colour in row] for row in expected]
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["a", "b", "c"]
     assert "they differ from step 0 on" in figure.axes[0].get_title(loc="left")

@@ -1,6 +1,7 @@
 """The command's runs of `loss` and `memory` and their names, the ticks of steps, and files that are large."""
 
 import json
+import warnings
 
 import pytest
 from picture_cases import chrome, rows
@@ -116,3 +117,12 @@ def test_a_schedule_file_has_a_limit_of_its_own(tmp_path, capsys):
         file.truncate(command.MOST_BYTES + 1)
     assert main(["schedule", "--schedule", str(path), "--json", "-"]) == 2
     assert "8,388,609 bytes are more than 8,388,608\n" in capsys.readouterr().err
+
+
+def test_characters_that_the_font_lacks_are_no_warning(tmp_path):
+    figure = style.picture(2.0, 1.0)
+    figure.text(0.5, 0.5, "\U0001f9ee")  # an abacus
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        style.save(figure, str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").stat().st_size > 0

@@ -166,8 +166,9 @@ def draw_versions(
 def explore_schedules() -> Any:
     """Show sliders for p, m, v, schedule and times in a notebook with ipywidgets, and the picture that follows them.
 
-    A static picture comes first: a page made of the notebook, as GitHub's, shows it and has no sliders. Elsewhere (in a
-    script, without ipywidgets) return that picture: ZB-H1 for p = 4, m = 8, times 4, 5, 3.
+    A static picture comes first: a page made of the notebook, as GitHub's, shows it and has no sliders. The sliders
+    begin with its settings. Elsewhere (in a script, without ipywidgets) return that picture: ZB-H1 for p = 4, m = 8,
+    times 4, 5, 3.
     """
     static = picture_of("zb-h1", 4, 8, 1, Durations(4, 5, 3))
     if not in_notebook():
@@ -186,16 +187,16 @@ def explore_schedules() -> Any:
         return ipywidgets.IntSlider(value=value, min=1, max=high, description=label, **looks)
 
     def time(label: str, value: float, low: float = 0.1) -> Any:
-        return ipywidgets.FloatSlider(value=value, min=low, max=4, step=0.1, description=label, **looks)
+        return ipywidgets.FloatSlider(value=value, min=low, max=8, step=0.1, description=label, **looks)
 
     controls = {
-        "name": ipywidgets.Dropdown(options=names, value="1f1b", description="schedule", style=looks["style"]),
+        "name": ipywidgets.Dropdown(options=names, value="zb-h1", description="schedule", style=looks["style"]),
         "p": number("ranks p", 4, 8),
         "m": number("microbatches m", 8, 32),
         "v": number("interleaved: v", 2, 4),
-        "forward": time("F", 1),
-        "backward_input": time("I, input gradient", 1),
-        "backward_weight": time("W, weights", 1),
+        "forward": time("F", 4),
+        "backward_input": time("I, input gradient", 5),
+        "backward_weight": time("W, weights", 3),
         "comm": time("message", 0, 0),
     }
 

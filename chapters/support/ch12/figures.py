@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
-from chapters.support.draw import RANKS, box, finish, patches, show_cells
+from chapters.support.draw import RANKS, box, finish, legend_outside, patches, show_cells
 from visualize.style import BLUE, GREEN, GREY, INK, LINES, PAPER, VERMILION, Picture, picture, tidy
 
 
@@ -114,6 +114,8 @@ def plot_balance(runs: Mapping[str, np.ndarray]) -> Picture:
         title = f"{name}\nbusiest: {busiest:.1f} x the mean"
         finish(axes, title, xlim=(0, len(load) - 1), ylim=(0, 100), xlabel="step")
     panels[0].set_ylabel("rows of each expert, %", fontsize=8)
+    experts = next(iter(runs.values())).shape[1]
+    legend_outside(figure, patches({f"expert {e}": RANKS[e % len(RANKS)] for e in range(experts)}))
     return figure
 
 

@@ -33,11 +33,12 @@ def plot_bits(formats: Mapping[str, tuple[int, int]]) -> Picture:
     for row, sizes in enumerate(formats.values()):
         place = 0
         for (part, colour), size in zip(PARTS.items(), (1, *sizes), strict=True):
-            for bit in range(size):
-                axes.add_patch(Rectangle((place + bit + 0.05, row + 0.1), 0.9, 0.8, facecolor=colour))
+            axes.add_patch(Rectangle((place + 0.05, row + 0.1), size - 0.1, 0.8, facecolor=colour))
+            for bit in range(1, size):  # a notch between two bits, which leaves room for the number
+                for edge in (row + 0.1, row + 0.74):
+                    axes.add_patch(Rectangle((place + bit - 0.05, edge), 0.1, 0.16, facecolor="white"))
             if part != "sign":
-                box = {"facecolor": colour, "edgecolor": "none", "pad": 1.5}  # covers the seam between two bits
-                look: dict[str, Any] = {"fontsize": 9, "ha": "center", "va": "center_baseline", "bbox": box}
+                look: dict[str, Any] = {"fontsize": 9, "ha": "center", "va": "center_baseline"}
                 axes.text(place + size / 2, row + 0.5, str(size), color=ink_on(colour), weight="bold", **look)
             place += size
     widest = max(1 + sum(sizes) for sizes in formats.values())

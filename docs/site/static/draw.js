@@ -1,11 +1,14 @@
-// Small SVG pictures: a schedule's timeline, activations in flight, stacked bars. Colours as in visualize/style.py.
+// Small SVG pictures: a schedule's timeline, activations alive, stacked bars. Colours as in visualize/style.py.
+
+import { actionText, halvesOf } from "./schedules.js";
 
 export const COLOURS = {
   F: "#0072B2", B: "#E69F00", I: "#CC79A7", W: "#9FDBCA",
   parameters: "#0072B2", gradients: "#E69F00", optimizer: "#009E73", activations: "#F0E442", buffers: "#3A3A3A",
-  tp: "#0072B2", dp: "#E69F00", pp: "#533144",
+  tp: "#d187b0", dp: "#882255", pp: "#bc5300", cp: "#001c15", ep: "#ede141",
 };
-const LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
+const INK = "#222222";
+const LINES = Array.from({ length: 6 }, (_, k) => `var(--line-${k})`); // explorers.css: light and dark
 const KIND_NAMES = { F: "forward", B: "backward", I: "backward for the input", W: "backward for the weights" };
 const WIDTH = 760;
 const LEFT = 62; // room for the rank's name
@@ -24,11 +27,21 @@ export function element(tag, attributes = {}, ...children) {
 const text = (x, y, content, attributes = {}) =>
   element("svg:text", { x, y, "font-size": 12, fill: "currentColor", ...attributes }, content);
 const line = (x1, y1, x2, y2, attributes = {}) =>
-  element("svg:line", { x1, y1, x2, y2, stroke: "currentColor", "stroke-opacity": 0.25, ...attributes });
+  element("svg:line", { x1, y1, x2, y2, stroke: "currentColor", ...attributes });
+const gridLine = (x1, y1, x2, y2) => line(x1, y1, x2, y2, { class: "grid" });
+// A box has an edge that is seen on any background.
+const box = (attributes, ...children) =>
+  element("svg:rect", { stroke: "currentColor", "stroke-width": 0.7, ...attributes }, ...children);
+
+// Mix a colour with white.
+function lighter(colour, share) {
+  const parts = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  return `#${parts.map((part) => Math.round(part + (255 - part) * share).toString(16).padStart(2, "0")).join("")}`;
+}
 
 function picture(height, label) {
   const svg = element("svg:svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": label });
-  svg.style.width = "100%";
+  svg.classList.add("explorer-picture");
   return svg;
 }
 
@@ -51,45 +64,54 @@ function timeAxis(svg, total, y, scale) {
 const timeScale = (total) => (time) => LEFT + (time / (total || 1)) * (WIDTH - LEFT - RIGHT);
 
 // A row for each rank and a box for each action: its letter and microbatch where they fit, else the microbatch alone.
-// Boxes of a rank's second and later stages are framed.
-export function timeline({ rows, total }) {
+// Boxes of a rank's second and later stages are lighter and have a bar. A pair has its F above and its B below.
+export function timeline({ rows, total, marked = new Set() }) {
   const scale = timeScale(total);
   const row = Math.min(30, Math.max(14, 300 / rows.length));
   const svg = picture(rows.length * row + 40, "timeline of the schedule");
   rows.forEach((slots, rank) => {
     const y = rank * row;
     svg.append(text(LEFT - 8, y + row / 2 + 4, `rank ${rank}`, { "text-anchor": "end" }));
-    for (const { action: { stage, kind, microbatch }, start, end } of slots) {
-      const [x, width] = [scale(start), scale(end) - scale(start)];
-      const box = element("svg:rect", {
-        x, y: y + 1, width: Math.max(0, width - 0.6), height: row - 2, fill: COLOURS[kind],
-        ...(stage >= rows.length ? { stroke: "#222222", "stroke-width": 1.4 } : {}),
+    for (const { action, start, end } of slots) {
+      const halves = halvesOf(action);
+      const height = (row - 2) / halves.length;
+      halves.forEach((half, place) => {
+        const area = { x: scale(start), y: y + 1 + place * height, width: scale(end) - scale(start), height };
+        svg.append(...actionBox(half, { ...area, rank, start, end, later: half.stage >= rows.length,
+          thick: marked.has(actionText(half)), label: halves.length === 1 }));
       });
-      const name = `${KIND_NAMES[kind]} of microbatch ${microbatch}, stage ${stage}, rank ${rank}: ${start} to ${end}`;
-      box.append(element("svg:title", {}, name));
-      svg.append(box);
-      const label = [`${kind}${microbatch}`, `${microbatch}`].find((words) => words.length * 7 + 3 <= width);
-      if (label !== undefined) {
-        const fill = kind === "F" ? "white" : "#222222"; // the other colours are light
-        const place = { "text-anchor": "middle", fill, "font-size": 11, "pointer-events": "none" };
-        svg.append(text(x + width / 2, y + row / 2 + 4, label, place));
-      }
     }
   });
   timeAxis(svg, total, rows.length * row + 2, scale);
   return svg;
 }
 
+function actionBox({ stage, kind, microbatch }, { x, y, width, height, rank, start, end, later, thick, label }) {
+  const fill = later ? lighter(COLOURS[kind], 0.45) : COLOURS[kind];
+  const name = `${KIND_NAMES[kind]} of microbatch ${microbatch}, stage ${stage}, rank ${rank}: ${start} to ${end}`;
+  const inner = Math.max(0, width - 0.6);
+  const edge = thick ? { "stroke-width": 2.4 } : {};
+  const parts = [box({ x, y, width: inner, height, fill, ...edge }, element("svg:title", {}, name))];
+  if (later) parts.push(element("svg:rect", { x, y: y + height - 3, width: inner, height: 2.4, fill: INK }));
+  const words = [`${kind}${microbatch}`, `${microbatch}`].find((each) => each.length * 7 + 3 <= width);
+  if (words !== undefined && label) {
+    const ink = kind === "F" && !later ? "white" : INK; // the other colours are light
+    const place = { "text-anchor": "middle", fill: ink, "font-size": 11, "pointer-events": "none" };
+    parts.push(text(x + width / 2, y + height / 2 + (later ? 3 : 4), words, place));
+  }
+  return parts;
+}
+
 // A line of steps for each rank. `stages`: how many activations make one of all the rank's layers.
 export function activationsPlot({ live, total, stages }) {
   const [top, height] = [8, 120];
   const scale = timeScale(total);
-  const svg = picture(top + height + 40, "activations in flight over time");
+  const svg = picture(top + height + 40, "activations alive over time");
   const most = Math.max(1, ...live.flat().map(([, count]) => count / stages));
   const level = (count) => top + height - (height * count) / stages / most;
   for (const tick of ticks(most, 4)) {
     const y = level(tick * stages);
-    svg.append(line(LEFT, y, WIDTH - RIGHT, y), text(LEFT - 8, y + 4, tick, { "text-anchor": "end" }));
+    svg.append(gridLine(LEFT, y, WIDTH - RIGHT, y), text(LEFT - 8, y + 4, tick, { "text-anchor": "end" }));
   }
   live.forEach((steps, rank) => {
     let path = `M ${scale(0)} ${level(0)}`;
@@ -116,7 +138,8 @@ export function legend(entries) {
 }
 
 export const rankLegend = (ranks) =>
-  legend(Array.from({ length: Math.min(ranks, LINES.length) }, (_, r) => [`rank ${r}`, LINES[r]]));
+  legend(Array.from({ length: ranks }, (_, r) =>
+    [`rank ${r}${["", ", dashed", ", dotted"][Math.floor(r / LINES.length)]}`, LINES[r % LINES.length]]));
 export const kindLegend = (kinds) => legend(kinds.map((kind) => [`${kind}: ${KIND_NAMES[kind]}`, COLOURS[kind]]));
 
 // A horizontal bar for each {name, parts: {kind: amount}, mark}, with its sum in words; `limit` draws a line across.
@@ -131,8 +154,8 @@ export function bars(entries, write, limit = 0) {
     svg.append(text(left - 8, y + row / 2 + 2, name, { "text-anchor": "end", ...weight }));
     let x = left;
     for (const [kind, part] of Object.entries(parts)) {
-      const box = { x, y, width: part * scale, height: row - 6, fill: COLOURS[kind], opacity: mark ? 1 : 0.75 };
-      svg.append(element("svg:rect", box, element("svg:title", {}, `${kind}: ${write(part)}`)));
+      const area = { x, y, width: part * scale, height: row - 6, fill: COLOURS[kind] };
+      svg.append(box(area, element("svg:title", {}, `${kind}: ${write(part)}`)));
       x += part * scale;
     }
     svg.append(text(x + 8, y + row / 2 + 2, write(sums[index]), weight));
@@ -140,7 +163,7 @@ export function bars(entries, write, limit = 0) {
   if (limit) {
     const x = left + limit * scale;
     const bottom = entries.length * row;
-    svg.append(line(x, 0, x, bottom, { stroke: "#D55E00", "stroke-opacity": 1, "stroke-width": 2 }));
+    svg.append(line(x, 0, x, bottom, { stroke: "#D55E00", "stroke-width": 2 }));
     svg.append(text(x, bottom + 14, `memory of a GPU: ${write(limit)}`, { "text-anchor": "middle" }));
   }
   return svg;

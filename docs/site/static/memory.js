@@ -26,11 +26,12 @@ export function elementsHeld(stage, accumulating) {
   };
 }
 
-// Bytes by kind, as fractions.
-export function modelState({ psi, d, stage, precision, accumulating }) {
+// Bytes by kind, as fractions, on a rank that has psi parameters and owns own/d of them.
+export function modelState({ psi, d, own = psi, stage, precision, accumulating }) {
   const held = Object.entries(elementsHeld(stage, accumulating));
   return Object.fromEntries(held.map(([kind, [whole, part]]) => {
-    const numerator = BigInt(precision[kind]) * BigInt(psi) * (BigInt(whole) * BigInt(d) + BigInt(part));
+    const numerator = BigInt(precision[kind])
+      * (BigInt(whole) * BigInt(psi) * BigInt(d) + BigInt(part) * BigInt(own));
     return [kind, fraction(numerator, d)];
   }));
 }

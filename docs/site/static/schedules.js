@@ -1,9 +1,10 @@
 // Pipeline schedules and the time they take, in JavaScript: minipar/parallel/pipeline/schedules.py, and simulate of
-// actions.py.
-// DualPipeV is left out: two of its actions run at the same time, which this simulator does not know.
+// actions.py. A pair of F and B that overlap is an action with `pair`.
 // tests/test_explorers.py compares every list, start, end, bubble and peak with Python's.
 
-export const SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv"];
+export const SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"];
+
+const V_SHAPED = ["zbv", "dualpipev"];
 
 const act = (stage, kind, microbatch) => ({ stage, kind, microbatch });
 const range = (start, end) => Array.from({ length: Math.max(0, end - start) }, (_, k) => start + k);
@@ -81,8 +82,66 @@ function zbv(p, m) {
   });
 }
 
+// DualPipeV: the V of zbv, and one stage's forwards overlap the other's backwards. The eight steps are DeepSeek's.
+function dualPipeV(p, m) {
+  if (m < 2 * p) throw new Error(`dualpipev needs m >= 2 pp, but ${m} < ${2 * p}`);
+  return perRank(p, (r) => {
+    const [down, up] = [r, 2 * p - 1 - r];
+    const after = p - 1 - r;
+    const count = {}; // the k-th action of a stage and kind is for microbatch k; those from m on are left out
+    const list = [];
+    const next = (stage, kind) => {
+      const k = count[`${stage}${kind}`] ?? 0;
+      count[`${stage}${kind}`] = k + 1;
+      return act(stage, kind, k);
+    };
+    const backwardOf = (stage) => { // a B counts as its I and its W
+      next(stage, "W");
+      return act(stage, "B", next(stage, "I").microbatch);
+    };
+    const add = (action) => { if (action.microbatch < m) list.push(action); };
+    const pair = (forward, backward) => {
+      const halves = [next(forward, "F"), backwardOf(backward)];
+      add({ ...halves[0], kind: "OVERLAP_F_B", pair: halves });
+    };
+    for (let i = 0; i < 2 * after; i += 1) add(next(down, "F"));
+    for (let i = 0; i < r + 1; i += 1) for (const stage of [down, up]) add(next(stage, "F"));
+    for (let i = 0; i < after; i += 1) for (const kind of ["I", "W", "F"]) add(next(up, kind));
+    for (let i = 0; i < m - 2 * p + r + 1; i += 1) {
+      if (i === 0 && r === p - 1) {
+        add(next(down, "F"));
+        add(backwardOf(up));
+      } else {
+        pair(down, up);
+      }
+      pair(up, down);
+    }
+    for (let i = 0; i < after; i += 1) {
+      add(backwardOf(up));
+      pair(up, down);
+    }
+    const late = []; // the stages whose W is still to come, in the order of their I
+    for (let i = 0; i < 2 * (r + 1); i += 1) {
+      const stage = i % 2 ? down : up;
+      if (i < r + 1) {
+        add(backwardOf(stage));
+      } else {
+        add(next(stage, "I"));
+        late.push(stage);
+      }
+    }
+    for (let i = 0; i < after; i += 1) {
+      add(next(late.shift(), "W"));
+      add(next(down, "I"));
+      late.push(down);
+    }
+    for (const stage of late) add(next(stage, "W"));
+    return list;
+  });
+}
+
 // The number of stages that each rank has; v is the user's choice for interleaved-1f1b alone.
-export const stagesPerRank = (name, v) => (name === "interleaved-1f1b" ? v : name === "zbv" ? 2 : 1);
+export const stagesPerRank = (name, v) => (name === "interleaved-1f1b" ? v : V_SHAPED.includes(name) ? 2 : 1);
 
 // The list of actions of each rank.
 export function make(name, p, m, v) {
@@ -95,26 +154,40 @@ export function make(name, p, m, v) {
     case "interleaved-1f1b": return interleaved(p, m, v);
     case "zb-h1": return zeroBubble(p, m, 1);
     case "zb-h2": return zeroBubble(p, m, 2);
-    default: return zbv(p, m);
+    case "zbv": return zbv(p, m);
+    default: return dualPipeV(p, m);
   }
 }
 
-export const actionText = ({ stage, kind, microbatch }) => `${stage}${kind}${microbatch}`;
+// The F and the B of a pair; any other action is its only half.
+export const halvesOf = (action) => action.pair ?? [action];
 
-// The computations whose results an action uses. The gradient from the next stage comes of its B, or of its I.
-function needs({ stage, kind, microbatch }, stages, backward) {
+export function actionText(action) {
+  if (action.pair) return `(${action.pair.map(actionText).join(";")})${action.kind}`;
+  return `${action.stage}${action.kind}${action.microbatch}`;
+}
+
+// The computations whose results an action uses. The gradient from the next stage comes of its B, or of its I:
+// backwards has the kind of each stage and microbatch.
+function needs(action, stages, backwards) {
+  if (action.pair) return action.pair.flatMap((half) => needs(half, stages, backwards));
+  const { stage, kind, microbatch } = action;
   if (kind === "F") return stage > 0 ? [act(stage - 1, "F", microbatch)] : [];
   if (kind === "W") return [act(stage, "I", microbatch)];
   const own = act(stage, "F", microbatch);
-  return stage < stages - 1 ? [own, act(stage + 1, backward, microbatch)] : [own];
+  if (stage === stages - 1) return [own];
+  return [own, act(stage + 1, backwards.get(`${stage + 1}:${microbatch}`) ?? "B", microbatch)];
 }
 
 // Run the lists: an action starts when its rank is free and what it needs has arrived, `comm` later if from another
 // rank. Returns {action, start, end} for each action of each rank. `times` are those of one stage.
 export function simulate(lists, times) {
   const duration = { F: times.F, I: times.I, W: times.W, B: times.I + times.W };
-  const home = new Map(lists.flatMap((list, rank) => list.map((action) => [action.stage, rank])));
-  const backward = lists.some((list) => list.some((action) => action.kind === "I")) ? "I" : "B";
+  const halves = lists.map((list) => list.flatMap(halvesOf));
+  const home = new Map(halves.flatMap((list, rank) => list.map((half) => [half.stage, rank])));
+  const backwards = new Map(halves.flat().filter(({ kind }) => kind === "B" || kind === "I")
+    .map(({ stage, kind, microbatch }) => [`${stage}:${microbatch}`, kind]));
+  const time = (action) => halvesOf(action).reduce((sum, { kind }) => sum + duration[kind], 0);
   const ends = new Map();
   const rows = lists.map(() => []);
   for (let progress = true; progress; ) {
@@ -123,12 +196,12 @@ export function simulate(lists, times) {
       const row = rows[rank];
       while (row.length < list.length) {
         const action = list[row.length];
-        const needed = needs(action, home.size, backward);
+        const needed = needs(action, home.size, backwards);
         if (!needed.every((need) => ends.has(actionText(need)))) break;
         const arrivals = needed.map((n) => ends.get(actionText(n)) + (home.get(n.stage) === rank ? 0 : times.comm));
         const start = Math.max(row.length ? row[row.length - 1].end : 0, ...arrivals);
-        const end = start + duration[action.kind];
-        ends.set(actionText(action), end);
+        const end = start + time(action);
+        for (const half of halvesOf(action)) ends.set(actionText(half), end);
         row.push({ action, start, end });
         progress = true;
       }
@@ -140,8 +213,8 @@ export function simulate(lists, times) {
 
 // [time, activations alive from then on] of one rank: alive from the start of F to the end of B or I.
 export function liveActivations(row) {
-  const changes = row.flatMap(({ action, start, end }) =>
-    action.kind === "F" ? [[start, 1]] : action.kind === "W" ? [] : [[end, -1]]);
+  const changes = row.flatMap(({ action, start, end }) => halvesOf(action).flatMap(({ kind }) =>
+    kind === "F" ? [[start, 1]] : kind === "W" ? [] : [[end, -1]]));
   changes.sort((a, b) => a[0] - b[0] || a[1] - b[1]); // at the same time, what is freed counts first
   const steps = [[row[0].start, 0]];
   let live = 0;
@@ -157,7 +230,7 @@ export function liveActivations(row) {
 export function peakActivations(list) {
   let live = 0;
   let peak = 0;
-  for (const { kind } of list) {
+  for (const { kind } of list.flatMap(halvesOf)) {
     live += kind === "F" ? 1 : kind === "W" ? 0 : -1;
     peak = Math.max(peak, live);
   }

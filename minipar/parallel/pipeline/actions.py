@@ -121,11 +121,11 @@ class Schedule:
 
     @cached_property
     def stages(self) -> int:
-        return 1 + max((action.stage for _, action in self), default=-1)
+        return 1 + max(action.stage for _, action in self)
 
     @cached_property
     def microbatches(self) -> int:
-        return 1 + max((action.microbatch for _, action in self), default=-1)
+        return 1 + max(action.microbatch for _, action in self)
 
     @property
     def splits_backward(self) -> bool:

@@ -137,7 +137,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     return Schedule.of("1f1b", [_in_turn(r, m, ahead=min(p - 1 - r, m)) for r in range(p)])
 
 
-def interleaved(p: int, m: int, v: int = 2) -> Schedule:
+def interleaved(p: int, m: int, v: int) -> Schedule:
     """Run 1F1B with v stages per rank: rank r holds stages r, p+r, 2p+r, ...
 
     A rank runs p microbatches through its first stage, then through its second, ... NB: this is

@@ -30,7 +30,7 @@ FIRST_TAG = 2
 Key = tuple[int, str, int]  # a result's: the stage that uses it, direction (F or B), microbatch
 Tokens = Callable[[int], Array]
 Loss = Callable[[int, Tensor], Tensor]
-Around = Callable[[Action], AbstractContextManager[None]]
+Around = Callable[[Action], AbstractContextManager[object]]
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:

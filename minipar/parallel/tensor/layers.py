@@ -13,7 +13,7 @@ user_layers.py those of a user's own model.
 
 from collections.abc import Callable
 
-from minipar.autograd import LazyGradient, Tensor, embedding, linear
+from minipar.autograd import PendingGradient, Tensor, embedding, linear
 from minipar.autograd.fused import LinearFunction
 from minipar.autograd.rules import Gradients
 from minipar.backend import Array, xp
@@ -109,8 +109,7 @@ class _EnterLinear(LinearFunction):
             wait = self.border.group.start_sum_part(dx, SEQUENCE)
         else:
             wait = self.border.group.start_sum(dx)
-        summed = LazyGradient(lambda out: wait())
-        return summed, dweight, dbias, None, None
+        return PendingGradient(wait), dweight, dbias, None, None
 
 
 def shard_parameter(parameter: Parameter, shard: Shard) -> None:
@@ -200,7 +199,8 @@ class VocabEmbedding(Module):
 class PositionEmbedding(Module):
     """An embedding whose weight is whole on every rank: (T,) -> (T, h) or (T/t, h).
 
-    With sequence parallelism a rank looks up the positions of its own tokens.
+    With sequence parallelism a rank looks up the positions of its own tokens. In samples of several
+    documents they are (B, T).
     """
 
     def __init__(self, layer: Embedding, border: Border) -> None:
@@ -209,5 +209,5 @@ class PositionEmbedding(Module):
 
     def forward(self, index: Array) -> Tensor:
         if self.border.sequence:
-            index = self.border.group.part(index, 0)
+            index = self.border.group.part(index, index.ndim - 1)
         return embedding(self.weight, index)

@@ -22,7 +22,6 @@ section 3, call the first pair f and g; the second is from Korthikanti et al. 20
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from numpy.typing import DTypeLike
 
@@ -69,9 +68,11 @@ class TensorGroup:
         """
         return Shard(self.rank, self.size, dim, size, groups)
 
-    def sum_dtype(self, x: Array) -> Any:
+    def sum_dtype(self, x: Array) -> DTypeLike:
         """Return the dtype in which x is summed."""
-        return self.reduce_dtype or xp.promote_types(x.dtype, "float32")
+        if self.reduce_dtype is None:
+            return xp.promote_types(x.dtype, "float32")
+        return self.reduce_dtype
 
     def sum(self, x: Array) -> Array:
         """Return a new array: the sum of x over the ranks."""

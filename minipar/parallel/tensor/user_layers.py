@@ -12,7 +12,7 @@ EQUAL = "each tensor-parallel rank has as many"
 class ColumnParallelLinear(ColumnLinear):
     """A ColumnLinear for a user's own model. The arguments after `name` are Linear's.
 
-    `groups` equal stretches of columns are shard_parameter one by one, as q, k and v. UsageError if t does
+    `groups` equal stretches of columns are split one by one, as q, k and v. UsageError if t does
     not divide a stretch.
     """
 

@@ -1,11 +1,14 @@
 """Claims about a pipeline of the user's stages: with replicas of unequal batches it trains as one device does."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from minipar.comm import DeviceMesh, run_local
 from minipar.nn import SGD, AdamW, Linear, Module
 from minipar.parallel.pipeline.module import PipelineModule
+from minipar.parallel.tensor.user_layers import ColumnParallelLinear, RowParallelLinear
 from minipar.parallel.zero_optimizer import ZeroOptimizer
 
 DRAW = np.random.Generator(np.random.Philox(15)).standard_normal
@@ -54,6 +57,33 @@ def test_replicas_of_unequal_batches_train_as_one_device(schedule):
     for own_loss, stage, weight in run_local(4, rank):
         assert own_loss == pytest.approx(loss, rel=1e-12)
         np.testing.assert_allclose(weight, weights[stage], rtol=1e-12, atol=1e-14)
+
+
+class ColumnFirst(Module):
+    """A last stage whose input goes into a split layer at once."""
+
+    def __init__(self, mesh):
+        self.up = ColumnParallelLinear(6, 4, mesh.tp, name="up", std=0.5, dtype="float64")
+        self.down = RowParallelLinear(4, 2, mesh.tp, name="down", std=0.5, dtype="float64")
+
+    def loss_sum(self, x, y):
+        return ((self.down(self.up(x)) - y) ** 2.0).sum()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_stage_may_start_with_a_split_layer_under_zb_h1(tp):
+    """The gradient of the stage's input is on its way from other ranks, but it is no weight's: it is not put off."""
+
+    def rank(schedule, comm):
+        model = PipelineModule([First, ColumnFirst], DeviceMesh(comm, pp=2, tp=tp), 4, schedule=schedule)
+        model(X, Y)
+        return [p.grad for p in model.parameters()]
+
+    whole = run_local(2 * tp, partial(rank, "1f1b"))
+    halves = run_local(2 * tp, partial(rank, "zb-h1"))
+    for own, other in zip(whole, halves, strict=True):
+        for gradient, same in zip(own, other, strict=True):
+            np.testing.assert_array_equal(gradient, same)
 
 
 def test_an_optimizer_that_sums_no_replicas_is_refused():

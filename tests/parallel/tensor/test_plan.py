@@ -237,10 +237,15 @@ def test_shapes_that_do_not_divide_are_refused_with_the_equation():
     check_shape(shape, 3)
     check_shape(shape, 3, 9)
     check_shape(llama, 4)
+    check_shape(replace(llama, intermediate_size=24), 12)  # three ranks with each head
     with pytest.raises(UsageError, match=r"^heads/tp = 6/4 is not a whole number"):
         check_shape(shape, 4)
-    with pytest.raises(UsageError, match=r"kv-heads/tp = 4/6 is not a whole number: .* whole heads of k and v"):
+    with pytest.raises(
+        UsageError, match=r"tp/kv-heads = 6/4 is not a whole number: .* ranks copy each head of k and v"
+    ):
         check_shape(llama, 6)
+    with pytest.raises(UsageError, match=r"kv-heads/tp = 4/3 is not a whole number: .* whole heads of k and v"):
+        check_shape(llama, 3)
     with pytest.raises(UsageError, match=r"ffn/tp = 30/4 is not a whole number"):
         check_shape(replace(llama, intermediate_size=30), 4)
     with pytest.raises(UsageError, match=r"tokens/tp = 8/3 is not a whole number"):

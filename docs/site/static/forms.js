@@ -1,0 +1,140 @@
+// Forms of the explorers: each computes and draws again at every change, and keeps its state in the page's address.
+
+import { element } from "./draw.js";
+
+// A field of a form. whole: a number from least to most; real: the same with decimals; power: a slider over powers of
+// two; choice; yes: a box to tick. `when` says for which settings a field is shown.
+const always = () => true;
+export const whole = (name, label, start, least, most, when = always) =>
+  ({ type: "whole", name, label, start, least, most, when });
+export const real = (name, label, start, least, most) =>
+  ({ type: "real", name, label, start, least, most, when: always });
+export const power = (name, label, start, most, when = always) => ({ type: "power", name, label, start, most, when });
+export const choice = (name, label, options, start = options[0], when = always) =>
+  ({ type: "choice", name, label, options, start, when });
+export const yes = (name, label, start = false, when = always) => ({ type: "yes", name, label, start, when });
+
+function control({ type, name, least, most, options }) {
+  if (type === "choice") {
+    return element("select", { name }, ...options.map((option) => element("option", {}, String(option))));
+  }
+  if (type === "yes") return element("input", { name, type: "checkbox" });
+  if (type === "power") return element("input", { name, type: "range", min: 0, max: Math.log2(most), step: 1 });
+  return element("input", { name, type: "number", min: least, max: most, step: type === "whole" ? 1 : "any" });
+}
+
+// Write a value into a field's control.
+function write({ type }, input, value) {
+  if (type === "yes") input.checked = value === true || value === "true";
+  else if (type === "power") input.value = Math.log2(Number(value));
+  else input.value = value;
+}
+
+// Read a field. An empty or impossible number is an error in words.
+function read({ type, label, least, most }, input) {
+  if (type === "yes") return input.checked;
+  if (type === "choice") return input.value;
+  if (type === "power") return 2 ** Number(input.value);
+  const number = input.value.trim() === "" ? NaN : Number(input.value);
+  const fits = number >= least && number <= most && (type === "real" || Number.isInteger(number));
+  const kind = type === "whole" ? "a whole number" : "a number";
+  if (!fits) throw new Error(`${label} = ${input.value || "nothing"}: expected ${kind} from ${least} to ${most}`);
+  return number;
+}
+
+// The settings that the page's address gives an explorer, such as #layout-explorer?tp=4.
+function addressed(id) {
+  const [place, query] = window.location.hash.slice(1).split("?");
+  return place === id && query ? Object.fromEntries(new URLSearchParams(query)) : {};
+}
+
+// Build an explorer in the element `id`. show(settings, set) returns the elements to show, or throws an Error whose
+// message is shown above what was there before; set({name: value}) changes fields. `presets` are buttons with the
+// values that they set: {words: values}.
+export function explorer(id, fields, show, presets = {}) {
+  const place = document.getElementById(id);
+  if (!place) return;
+  const inputs = Object.fromEntries(fields.map((field) => [field.name, control(field)]));
+  const outputs = {};
+  const labels = {};
+  const form = element("form", { class: "explorer-form" });
+  for (const { name, label, type } of fields) {
+    const words = element("span", {}, label);
+    if (type === "power") {
+      outputs[name] = element("output", {});
+      words.append(" ", outputs[name]);
+    }
+    labels[name] = element("label", {}, words, inputs[name]);
+    form.append(labels[name]);
+  }
+  const problem = element("p", { class: "explorer-problem", role: "alert" });
+  const result = element("div", { class: "explorer-result", "aria-live": "polite" });
+  const set = (values) => {
+    for (const field of fields) if (field.name in values) write(field, inputs[field.name], values[field.name]);
+  };
+  const update = () => {
+    for (const [name, output] of Object.entries(outputs)) {
+      output.value = (2 ** inputs[name].value).toLocaleString("en-US");
+    }
+    try {
+      const settings = Object.fromEntries(fields.map((field) => [field.name, read(field, inputs[field.name])]));
+      for (const { name, when } of fields) labels[name].hidden = !when(settings);
+      result.replaceChildren(...show(settings, change));
+      problem.textContent = "";
+    } catch (error) {
+      problem.textContent = error.message;
+    }
+    result.classList.toggle("explorer-old", problem.textContent !== "");
+  };
+  const remember = () => {
+    const values = fields.map((field) => [field.name, field.type === "power"
+      ? 2 ** inputs[field.name].value : field.type === "yes" ? inputs[field.name].checked : inputs[field.name].value]);
+    const changed = fields.map(({ start }, index) => String(start) !== String(values[index][1]));
+    const query = new URLSearchParams(values.filter((_, index) => changed[index]));
+    window.history.replaceState(null, "", `#${id}?${query}`);
+  };
+  const change = (values) => {
+    set(values);
+    update();
+    remember();
+  };
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", () => change({}));
+  set(Object.fromEntries(fields.map(({ name, start }) => [name, start])));
+  set(addressed(id));
+  const buttons = element("p", { class: "explorer-presets" });
+  for (const [words, values] of Object.entries(presets)) {
+    const button = element("button", { type: "button" }, words);
+    button.addEventListener("click", () => change(values));
+    buttons.append(button, " ");
+  }
+  place.replaceChildren(...(Object.keys(presets).length ? [buttons] : []), form, problem, result);
+  update();
+}
+
+// ---- words and tables -----------------------------------------------------------------------------------------------
+
+const UNITS = [["PB", 1e15], ["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["bytes", 1]];
+
+// Write bytes in powers of ten, as the papers do.
+export function bytes(amount) {
+  const [unit, size] = UNITS.find(([, least]) => amount >= least) ?? UNITS[UNITS.length - 1];
+  return `${Number((amount / size).toPrecision(4))} ${unit}`;
+}
+
+// Whole numbers are written whole, others with five digits.
+export const short = (number) =>
+  (Number.isInteger(number) ? number : Number(number.toPrecision(5))).toLocaleString("en-US");
+export const percent = (share) => `${(100 * share).toFixed(1)} %`;
+
+export function table(header, rows) {
+  const content = (cell) => (cell instanceof Node ? cell : String(cell));
+  const cells = (tag, row) => element("tr", {}, ...row.map((cell) => element(tag, {}, content(cell))));
+  const body = element("tbody", {}, ...rows.map((row) => cells("td", row)));
+  const all = element("table", { class: "table explorer-table" }, element("thead", {}, cells("th", header)), body);
+  return element("div", { class: "scrolls" }, all);
+}
+
+export const paragraph = (...children) => element("p", {}, ...children);
+export const strong = (words) => element("strong", {}, words);
+export const heading = (words) => element("p", { class: "explorer-heading" }, words);

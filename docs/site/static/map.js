@@ -1,0 +1,173 @@
+// The map of the start page: what each of eight devices holds under each strategy, and what it sends to whom.
+
+import { COLOURS, element } from "./draw.js";
+
+export const DEVICES = 8;
+const upTo = (count) => Array.from({ length: count }, (_, k) => k);
+const ALL = upTo(DEVICES);
+const part = (device) => [device];
+const whole8 = () => ALL;
+const halfBy = (bit) => (device) => ALL.slice(4 * ((device >> bit) & 1), 4 * ((device >> bit) & 1) + 4);
+
+// For each strategy the parts of 8 that a device holds: samples and tokens of the batch, layers and columns of the
+// model, and parts of the optimizer's state. `columns` of ep are experts: attention is whole on every device.
+// links: ring (to the next device, and from the last to the first), line (there and back), all, or cube.
+export const STRATEGIES = {
+  "one device": {
+    title: "One device holds everything", cuts: "nothing", sends: "nothing", chapter: "02_gpt", links: "none",
+    holds: { samples: whole8, tokens: whole8, layers: whole8, columns: whole8, state: whole8 }, only: 1,
+  },
+  dp: {
+    title: "Data parallelism", cuts: "the batch: each device has a copy of the model and some of the samples",
+    sends: "gradients, summed over all devices once a step", chapter: "04_data_parallel", links: "ring",
+    holds: { samples: part, tokens: whole8, layers: whole8, columns: whole8, state: whole8 },
+  },
+  ZeRO: {
+    title: "ZeRO stage 3, or FSDP", cuts: "the batch, and all that the devices would hold as copies",
+    sends: "parameters, gathered just before each layer uses them, and gradients, each to its owner",
+    chapter: "05_zero", links: "ring",
+    holds: { samples: part, tokens: whole8, layers: whole8, columns: part, state: part },
+  },
+  tp: {
+    title: "Tensor parallelism", cuts: "every layer: each device has some columns of each matrix",
+    sends: "activations, summed in every layer, forward and backward", chapter: "06_tensor_parallel", links: "ring",
+    holds: { samples: whole8, tokens: whole8, layers: whole8, columns: part, state: part },
+  },
+  pp: {
+    title: "Pipeline parallelism", cuts: "the stack of layers: each device has some of them",
+    sends: "activations to the next device and their gradients back, for every microbatch", chapter: "07_pipeline",
+    links: "line", holds: { samples: whole8, tokens: whole8, layers: part, columns: whole8, state: part },
+  },
+  cp: {
+    title: "Context parallelism", cuts: "every sequence: each device has some of its tokens",
+    sends: "keys and values, around a ring in every layer", chapter: "11_long_sequences", links: "ring",
+    holds: { samples: whole8, tokens: part, layers: whole8, columns: whole8, state: whole8 },
+  },
+  ep: {
+    title: "Expert parallelism", cuts: "the batch and the experts: each device has some experts of each layer",
+    sends: "tokens to their experts and results back, in every layer", chapter: "12_experts", links: "all",
+    holds: { samples: part, tokens: whole8, layers: whole8, columns: part, state: whole8 },
+  },
+  "dp x tp x pp": {
+    title: "All at once: 2 x 2 x 2", cuts: "the batch, every layer and the stack of layers, each in two",
+    sends: "all three: sums in layers, activations between stages, gradients between copies",
+    chapter: "09_3d_parallel", links: "cube",
+    holds: { samples: halfBy(2), tokens: whole8, layers: halfBy(1), columns: halfBy(0), state: halfBy(0) },
+  },
+};
+
+// The pairs of devices that send to each other.
+export function pairs(links) {
+  if (links === "ring") return ALL.map((device) => [device, (device + 1) % DEVICES]);
+  if (links === "line") return upTo(DEVICES - 1).map((device) => [device, device + 1]);
+  if (links === "all") return ALL.flatMap((device) => upTo(device).map((other) => [other, device]));
+  if (links === "cube") return [1, 2, 4].flatMap((bit) => ALL.filter((d) => !(d & bit)).map((d) => [d, d | bit]));
+  return [];
+}
+
+// ---- the picture ----------------------------------------------------------------------------------------------------
+
+const BOX = { width: 132, height: 128 };
+const GAP = 34;
+const CELL = 6.5;
+const COLOUR = { batch: COLOURS.I, model: COLOURS.parameters, state: COLOURS.optimizer };
+
+// Where a device stands: rows are walked to and fro, so that neighbours in a ring stand side by side.
+function place(device, columns) {
+  const row = Math.floor(device / columns);
+  const column = row % 2 ? columns - 1 - (device % columns) : device % columns;
+  return { x: GAP + column * (BOX.width + GAP), y: GAP + row * (BOX.height + GAP) };
+}
+
+function grid(x, y, rows, columns, isHeld, colour) {
+  const cells = [];
+  for (const row of upTo(rows)) {
+    for (const column of upTo(columns)) {
+      const held = isHeld(row, column);
+      const look = held ? { fill: colour, stroke: "currentColor", "stroke-width": 0.5 }
+        : { fill: "none", stroke: "currentColor", "stroke-width": 0.4, class: "grid" };
+      cells.push(element("svg:rect", { x: x + column * CELL, y: y + row * CELL, width: CELL, height: CELL, ...look }));
+    }
+  }
+  return cells;
+}
+
+const caption = (x, y, words, size = 10) =>
+  element("svg:text", { x, y, "font-size": size, fill: "currentColor" }, words);
+
+function drawDevice({ holds, only = DEVICES }, isExperts, device, columns) {
+  const { x, y } = place(device, columns);
+  const group = element("svg:g", { class: device < only ? "" : "idle" });
+  group.append(element("svg:rect", { x, y, width: BOX.width, height: BOX.height, rx: 6, class: "device" }));
+  group.append(caption(x + 7, y + 14, `device ${device}`, 11));
+  if (device >= only) return group;
+  const held = Object.fromEntries(Object.entries(holds).map(([kind, parts]) => [kind, parts(device)]));
+  const left = x + 8;
+  const right = x + 72;
+  group.append(
+    caption(left, y + 30, "batch"), caption(right, y + 30, "layers"),
+    ...grid(left, y + 35, 8, 8, (r, c) => held.samples.includes(r) && held.tokens.includes(c), COLOUR.batch),
+    ...grid(right, y + 35, 8, 8, (r, c) => held.layers.includes(r) && (isExperts && r % 2 === 0
+      ? true : held.columns.includes(c)), COLOUR.model),
+    caption(left, y + 100, "optimizer state"),
+    ...grid(left, y + 105, 2, 16, (r, c) => held.state.includes(Math.floor(c / 2)), COLOUR.state),
+  );
+  return group;
+}
+
+function drawLink([from, to], columns, isBoth) {
+  const [a, b] = [from, to].map((device) => place(device, columns)).map(({ x, y }) =>
+    ({ x: x + BOX.width / 2, y: y + BOX.height / 2 }));
+  const [dx, dy] = [b.x - a.x, b.y - a.y];
+  const sizes = [[dx, BOX.width], [dy, BOX.height]];
+  const share = Math.min(...sizes.map(([way, size]) => (way ? size / 2 / Math.abs(way) : 1)));
+  const ends = { x1: a.x + dx * share, y1: a.y + dy * share, x2: b.x - dx * share, y2: b.y - dy * share };
+  const marks = { "marker-end": "url(#map-arrow)", ...(isBoth ? { "marker-start": "url(#map-arrow)" } : {}) };
+  return element("svg:line", { ...ends, class: "link", ...marks });
+}
+
+function drawMap(name, columns) {
+  const strategy = STRATEGIES[name];
+  const rows = DEVICES / columns;
+  const [width, height] = [GAP + columns * (BOX.width + GAP), GAP + rows * (BOX.height + GAP)];
+  const words = `${strategy.title}. Each device holds: cut ${strategy.cuts}. It sends ${strategy.sends}.`;
+  const svg = element("svg:svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words, class: "map" });
+  const arrow = element("svg:marker", { id: "map-arrow", viewBox: "0 0 10 10", refX: 9, refY: 5, markerWidth: 6,
+    markerHeight: 6, orient: "auto-start-reverse" },
+  element("svg:path", { d: "M 0 0 L 10 5 L 0 10 z", class: "arrow" }));
+  svg.append(element("svg:defs", {}, arrow));
+  const isBoth = strategy.links !== "ring";
+  for (const pair of pairs(strategy.links)) svg.append(drawLink(pair, columns, isBoth));
+  for (const device of ALL) svg.append(drawDevice(strategy, name === "ep", device, columns));
+  return svg;
+}
+
+function openMap(root) {
+  const buttons = element("div", { class: "map-buttons", role: "group", "aria-label": "strategies" });
+  const picture = element("div");
+  const words = element("div", { class: "map-words", "aria-live": "polite" });
+  let chosen = "dp";
+  const show = (name) => {
+    const { title, cuts, sends, chapter } = STRATEGIES[name];
+    picture.replaceChildren(drawMap(name, root.clientWidth < 560 ? 2 : 4));
+    const link = element("a", { href: `../../chapters/${chapter}.html` }, "its chapter");
+    words.replaceChildren(element("p", {}, element("strong", {}, title), ". It cuts ", cuts, ". It sends ", sends, ". ",
+      "Read ", link, "."));
+    for (const button of buttons.children) button.setAttribute("aria-pressed", String(button.textContent === name));
+  };
+  for (const name of Object.keys(STRATEGIES)) {
+    const button = element("button", { type: "button" }, name);
+    button.addEventListener("mouseenter", () => show(name));
+    button.addEventListener("click", () => {
+      chosen = name;
+      show(name);
+    });
+    buttons.append(button);
+  }
+  buttons.addEventListener("mouseleave", () => show(chosen));
+  window.addEventListener("resize", () => show(chosen));
+  root.replaceChildren(buttons, picture, words);
+  show(chosen);
+}
+
+if (typeof document !== "undefined" && document.getElementById("map")) openMap(document.getElementById("map"));
