@@ -92,16 +92,11 @@ import math
 
 import numpy as np
 
+from chapters.support.ch06.plain import gelu_array
 from chapters.support.whole_runs import relative_difference
 
-
-def multiple_of_t(least):
-    """Return the smallest multiple of t that is at least so large."""
-    return t * math.ceil(least / t)
-
-
-T = multiple_of_t(16)  # tokens per sample
-a = multiple_of_t(6)  # attention heads
+T = t * math.ceil(16 / t)  # tokens per sample: a multiple of t
+a = t * math.ceil(6 / t)  # attention heads: a multiple of t, too
 B = 2  # samples
 h = 8 * a  # elements per token
 N = B * T  # tokens
@@ -110,14 +105,6 @@ X = random.normal(size=(N, h))
 A = random.normal(size=(h, 4 * h))
 D = random.normal(size=(4 * h, h))
 blocks = max(t, 2)
-
-
-def gelu_array(x):
-    """Return GPT-2's gelu of an array, and its slope."""
-    s = np.sqrt(2 / np.pi)
-    tanh = np.tanh(s * (x + 0.044715 * x**3))
-    return x * (1 + tanh) / 2, (1 + tanh) / 2 + x / 2 * (1 - tanh**2) * s * (1 + 3 * 0.044715 * x**2)
-
 
 Z = gelu_array(X @ A)[0] @ D
 columns, rows = np.split(A, blocks, axis=1), np.split(D, blocks)
@@ -308,20 +295,8 @@ if rank == 0:
 # *equal* groups. In Llama they are three matrices, `q_proj`, `k_proj` and `v_proj`, each cut in one group. Here
 # every rank computes two query heads and the one head of $k$ and $v$ that both read:
 
-
 # %%
-from minipar.autograd import causal_attention
-
-
-def grouped_attention(x, weights, heads, kv_heads, dy):
-    """Return attention of x (T, h), and the gradients of the three weights; `heads` of q, `kv_heads` of k and v."""
-    columns = np.concatenate([x @ weight for weight in weights], axis=1)  # q, k and v side by side
-    qkv = Tensor(columns[None], requires_grad=True)
-    y = causal_attention(qkv, heads, kv_heads)
-    y.backward(dy[None])
-    ends = np.cumsum([weight.shape[1] for weight in weights])
-    return y.data[0], [x.T @ d for d in np.split(qkv.grad[0], ends[:2], axis=1)]
-
+from chapters.support.ch06.plain import grouped_attention
 
 size = 4  # of a head
 tokens_in = random.normal(size=(T, 8))
@@ -529,10 +504,8 @@ parallel = dict(walk_through_attention(model, inputs, comm))
 for what, alone in walk_through_attention(serial, inputs):
     unequal = np.mean(parallel[what] != alone)
     say(f"{what:<21} {unequal:>4.0%} of the values differ, by at most {relative_difference(parallel[what], alone):.1e}")
-    if what in ("embedding, summed", "ln_1"):
-        assert unequal == 0
-    else:
-        assert relative_difference(parallel[what], alone) < 1e-13
+    most = 0 if what in ("embedding, summed", "ln_1") else 1e-13
+    assert relative_difference(parallel[what], alone) <= most
 
 y, c_proj, predicted = parallel["attention: heads"], serial.h[0].attn.c_proj, 0.0
 for block in (slice(r * h // t, (r + 1) * h // t) for r in range(t)):  # one device adds the same blocks in rank order
@@ -555,52 +528,23 @@ say(f"c_proj over {t} ranks = one device that adds {t} blocks in rank order, bit
 # Rank $r$ of $t$ has $8/t$ neighbouring leaves. It multiplies them one by one and adds them in pairs, a whole subtree
 # (`tree_sum`). The sum over the ranks must then be the rest of the tree. Chapter 3's recursive doubling is exactly
 # that: first the subtrees of neighbours are added, then those of pairs, and so on. (The two ranks of a pair add $a+b$
-# and $b+a$, which have the same bits.) So both numbers are powers of two: three ranks cannot share 8 leaves so that
-# each has a whole subtree. With 8 leaves up to 8 ranks can. Here are 1, 2, 4 and 8 ranks, as threads, first without
-# leaves:
+# and $b+a$, which have the same bits.) Both numbers are powers of two, so that each rank has a whole subtree, and 8
+# leaves serve up to 8 ranks. Here are 1, 2, 4 and 8 ranks, as threads, first without leaves:
 
 # %%
-from minipar.comm import run_local
+from chapters.support.ch06.plain import differing, in_leaves, in_one_product
 from minipar.parallel.tree import tree_sum
 
-LEAVES = 8
-
-
-def in_one_product(comm):
-    """Compute the MLP with one product for all columns of this rank, and sum over the ranks."""
-    A_own = np.split(A, comm.size, axis=1)[comm.rank].copy()
-    D_own = np.split(D, comm.size)[comm.rank]
-    return comm.all_reduce(gelu_array(X @ A_own)[0] @ D_own, algorithm="recursive_doubling")
-
-
-def in_leaves(comm):
-    """Compute the MLP with a product for each leaf of this rank, and sum over the ranks."""
-    A_leaves = np.split(A, LEAVES, axis=1)
-    D_leaves = np.split(D, LEAVES)
-    products = []
-    for k in np.split(np.arange(LEAVES), comm.size)[comm.rank]:
-        Y_k = gelu_array(X @ A_leaves[k].copy())[0]  # (N, 4h/8), whatever the number of ranks
-        products.append(Y_k @ D_leaves[k])
-    return comm.all_reduce(tree_sum(np.stack(products)), algorithm="recursive_doubling")
-
-
 if rank == 0:
+    show_source(in_one_product, in_leaves, tree_sum)
     for compute in (in_one_product, in_leaves):
-        (alone,) = run_local(1, compute)
-        for ranks in (2, 4, 8):
-            results = run_local(ranks, compute)
-            assert all(np.array_equal(result, results[0]) for result in results)
-            unequal = np.mean(results[0] != alone)
-            assert compute is in_one_product or unequal == 0
-            say(f"{compute.__name__:<14} {ranks} ranks: {unequal:>4.0%} of the values differ from one rank's")
-    show_source(tree_sum)
+        shares = [differing(compute, ranks, X, A, D) for ranks in (2, 4, 8)]
+        assert compute is in_one_product or shares == [0, 0, 0]
+        say(f"{compute.__name__} on 2, 4, 8 ranks: part of the values that differ from one's: {np.round(shares, 2)}")
 
 # %% [markdown]
-# Without leaves the bits depend on the number of ranks in both places, in the products and in the sum over them. With
-# leaves neither does.
-#
-# `--reduction tree` does this with every sum of a training step. A column layer is cut into leaves as well, so that its
-# products have one shape, and in backward its input's gradient is a tree over them. For gradients and losses the
+# `--reduction tree` uses leaves with every sum of a training step. A column layer is cut into leaves as well, so that
+# its products have one shape, and in backward its input's gradient is a tree over them. For gradients and losses the
 # microbatches of all replicas are leaves. The norm's squares are added without any rounding, so that no order shows.
 # ([What it costs](../docs/combinations.md#the-same-bits-in-all-layouts).)
 #
