@@ -948,10 +948,10 @@ if rank == 0:
 #
 # | tokens per sample | dp | cp | tp | recompute | memory | a step |
 # | --- | --- | --- | --- | --- | --- | --- |
-# | 8,192 | 64 | 1 | 1 | none | 72 GB | 6.5 s |
-# | 32,768 | 16 | 4 (ring) | 1 | none | 72 GB | 10.5 s |
-# | 131,072 | 4 | 16 (all-gather) | 1 | none | 73 GB | 27.6 s |
-# | 1,048,576 | 2 | 8 (ring) | 4 | full | 54 GB | 228 s |
+# | 8,192 | 64 | 1 | 1 | none | 72 GB | 9.0 s |
+# | 32,768 | 16 | 4 (ring) | 1 | none | 72 GB | 17.3 s |
+# | 131,072 | 4 | 16 (all-gather) | 1 | none | 73 GB | 51.7 s |
+# | 1,048,576 | 2 | 8 (ring) | 4 | full | 54 GB | 466 s |
 #
 # Replicas become ranks of cp: up to 131,072 tokens each rank keeps 8,192 of them, and nothing is recomputed. (Fewer
 # per rank the planner tries only where `--cp` says so.) A million tokens need tp, cp and recomputation.

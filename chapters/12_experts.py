@@ -899,10 +899,10 @@ if rank == 0:
 comm.barrier()
 
 # %% [markdown]
-# The best layout has ep 8, which fills a host exactly, and needs two stages of a pipeline. Its all-to-alls take 4 % of
-# the step, the same share as 12.5 found for NVLink, and its 120 GB are $4kNh(P-1)/P$ for 16 layers and 131,072 tokens.
+# The best layout has ep 8, which fills a host exactly, and needs two stages of a pipeline. Its all-to-alls take 3 % of
+# the step, nearly the share that 12.5 found for NVLink. Its 120 GB are $4kNh(P-1)/P$ for 16 layers and 131,072 tokens.
 # Without ep the experts must be divided by tp 2 and pp 4: 5 % slower. With ZeRO alone, 64 ranks gather all experts for
-# each microbatch and recompute, in 12.4 s. The same from the command line, with all assumptions:
+# each microbatch and recompute, in 15.8 s. The same from the command line, with all assumptions:
 #
 #     python -m minipar.plan --model mixtral-8x7b --gpus 64 --gpu h100 --global-batch 1024 --seq-len 4096 \
 #         --precision bf16 --attention flash

@@ -21,7 +21,7 @@ from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.plan.layout import PRECISIONS, Layout, check_layout
 from minipar.plan.model import MODELS, ModelShape
 from minipar.plan.rank_bytes import memory, volume
-from minipar.plan.search import schedules
+from minipar.plan.space import schedules
 from visualize.mesh import LOOKS
 from visualize.schedule import live_activations
 from visualize.style import COLOURS

@@ -10,9 +10,11 @@ from minipar.plan.model import ModelShape
 
 
 def train_command(name: str, model: ModelShape, layout: Layout, length: int) -> str:
-    """Return `mpirun -n N python -m minipar.train ...` with the flags of a layout. UsageError if it trains no such one.
+    """Return `mpirun -n N python -m minipar.train ...` with the flags of a layout. UsageError if it
+    trains no such one.
 
-    `name` is the model's, or the directory it was read from, which `--init-from` reads if flags cannot say its shape.
+    `name` is the model's, or the directory it was read from, which `--init-from` reads if flags
+    cannot say its shape.
     """
     check_trains(model, layout)
     words = f"mpirun -n {layout.gpus} python -m minipar.train".split()
@@ -29,7 +31,9 @@ def check_trains(model: ModelShape, layout: Layout) -> None:
 
 
 def needs_directory(model: ModelShape) -> bool:
-    """Return whether no flags of minipar.train say the shape: a tied Llama, or a GPT-2 with an MLP of its own size."""
+    """Return whether no flags of minipar.train say the shape: a tied Llama, or a GPT-2 with an MLP
+    of its own size.
+    """
     return model.tied if model.gated else model.inner != 4 * model.hidden
 
 
@@ -55,7 +59,14 @@ def mesh_flags(layout: Layout) -> list[str]:
     """Return the flags of the mesh, of what its axes share, and of the batch."""
     words = ["--dp", str(layout.dp)]
     if layout.cp > 1:
-        words += ["--cp", str(layout.cp), "--context-parallel", layout.context_parallel, "--cp-order", layout.cp_order]
+        words += [
+            "--cp",
+            str(layout.cp),
+            "--context-parallel",
+            layout.context_parallel,
+            "--cp-order",
+            layout.cp_order,
+        ]
     if layout.ep > 1:
         words += ["--ep", str(layout.ep)]
     if layout.tp > 1:

@@ -1,9 +1,11 @@
-"""Seconds of one microbatch in each unit of the model on one rank: the embedding, a layer, the output head.
+"""Seconds of one microbatch in each unit of the model on one rank: the embedding, a layer, the
+output head.
 
-A unit's F, I and W are its computation and the communication that it waits for: tensor-parallel collectives, in a
-layer's attention messages over cp, and over ep those to its experts and back. Next to them are the collectives over dp
-that its parameters need. The computation follows from the GPU's data sheet and the assumptions (`gpu_compute`), or it
-was measured on this machine (Cluster.measured, `python -m minipar.bench machine`).
+A unit's F, I and W are its computation and the communication that it waits for: tensor-parallel
+collectives, in a layer's attention messages over cp, and over ep those to its experts and back.
+Next to them are the collectives over dp that its parameters need. The computation follows from the
+GPU's data sheet and the assumptions (`gpu_compute`), or it was measured on this machine
+(Cluster.measured, `python -m minipar.bench machine`).
 """
 
 from __future__ import annotations
@@ -12,23 +14,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from minipar.plan.cluster import (
-    Assumptions,
+from minipar.plan.cluster import (  # fmt: skip
     Cluster,
-    ComputeTime,
-    Gpu,
     all_to_all_seconds,
     fetch_seconds,
     gather_seconds,
-)  # fmt: skip
-from minipar.plan.layout import MEGATRON, Framework, Layout
+)
+from minipar.plan.gpu_time import attention_squares, core_flops, gpu_compute
+from minipar.plan.layout import Layout
 from minipar.plan.model import ModelShape
 from minipar.plan.pipeline_time import StageTime
 from minipar.plan.rank_bytes import (
     embedding_rows,
     expert_bytes,
     kv_columns,
-    layer_activations,
     layer_experts,
     layer_state,
     rank_experts,
@@ -36,89 +35,22 @@ from minipar.plan.rank_bytes import (
     replicated_parameters,
 )
 
-# ---- computation -----------------------------------------------------------------------------------------------------
-
-
-def attention_squares(layout: Layout, framework: Framework = MEGATRON) -> list[float]:
-    """Return what the busiest rank computes of each of cp ranks' keys, its own first; 1 is (s/c)^2 pairs of tokens.
-
-    All pairs count, as in the published formulas: twice those that a query sees. A rank sees half of its own square. In
-    zig-zag order it sees half of each other one, too, c squares in all. In contiguous order the last rank sees all of
-    them: 2c - 1 squares, so that the efficiency is c/(2c-1). Ulysses' heads have c squares each, in one product.
-    """
-    if layout.context_parallel == "ulysses" or layout.cp == 1:
-        return [layout.cp]
-    other = (1 if layout.cp_order == "zigzag" else 2) / (2 if framework.visible_pairs else 1)
-    return [1, *[other] * (layout.cp - 1)]
-
-
-def core_flops(model: ModelShape, layout: Layout, length: int, squares: float) -> float:
-    """Return the forward operations of so many squares of attention (`attention_squares`), of all tp ranks."""
-    return layout.microbatch * model.attention_core_flops(length // layout.cp) * squares
-
-
-def gpu_compute(
-    model: ModelShape,
-    layout: Layout,
-    length: int,
-    parameters: float,
-    gpu: Gpu,
-    assumptions: Assumptions,
-    framework: Framework = MEGATRON,
-) -> ComputeTime:
-    """Return the seconds of computation on a GPU; `parameters` are those that the rank updates.
-
-    A product of f FLOPs takes (f + half_work) / (products * peak). Elementwise kernels move the bytes that forward
-    keeps (Korthikanti et al. 2022) `forward_traffic` or `backward_traffic` times; the optimizer moves `update_traffic`
-    bytes per parameter. Each of a rank's experts has two products of its own, so that few large ones take less time.
-    """
-    t, a, tokens = layout.tp, assumptions, layout.tokens(length)
-    seconds_per_byte = 1 / (gpu.memory_bandwidth * a.copies)
-
-    def products(flops: float, count: int) -> float:
-        """Return the seconds of `count` products that have `flops` together, divided over the tp ranks."""
-        return flops / t / (gpu.peak * a.products) * (1 + a.half_work * count * t / flops)
-
-    count = 2 + 2 * (model.experts or 1) // layout.ep  # products of a layer
-    core = core_flops(model, layout, length, sum(attention_squares(layout, framework)))
-    flops = 2 * tokens * model.layer_matrices + core
-    kept = layer_activations(model, replace(layout, recompute="none"), length)
-    kept_without_scores = layer_activations(model, replace(layout, recompute="selective"), length)
-    forward = products(flops, count) + a.forward_traffic * kept * seconds_per_byte
-    core_forward = products(core, 2) + a.forward_traffic * (kept - kept_without_scores) * seconds_per_byte
-    recompute = {"none": 0.0, "selective": core_forward, "full": forward}[layout.recompute]
-    # Flash attention computes the scores once more, next to their gradients: the first of the core's two products.
-    scores_again = 0.0 if layout.stores_scores else products(core, 2) / 2
-    logits = products(model.head_flops(tokens), 1)
-    elements = MEGATRON.kept.logits * layout.precision.parameters * tokens * model.vocab_size
-    softmax = elements / t * seconds_per_byte
-    return ComputeTime(
-        forward=forward,
-        backward_input=products(flops + core, count) + scores_again + a.backward_traffic * kept * seconds_per_byte,
-        backward_weight=products(flops - core, count),
-        recompute=recompute,
-        head_forward=logits + a.forward_traffic * softmax,
-        head_backward_input=logits + a.backward_traffic * softmax,
-        head_backward_weight=logits,
-        embedding_forward=0.0,
-        embedding_backward=0.0,
-        update=parameters * a.update_traffic * seconds_per_byte,
-    )
-
-
-# ---- units -----------------------------------------------------------------------------------------------------------
+# ---- units ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class UnitTime(StageTime):
-    """Seconds of one microbatch in one unit: F, I (with recomputation) and W, waiting for tp and cp included.
+    """Seconds of one microbatch in one unit: F, I (with recomputation) and W, waiting for tp and cp
+    included.
 
     tp, cp, ep   the communication in these: waiting, and what hidden messages cost the computation
     gather    all-gather of the unit's parameters over dp
     reduce    all-reduce of its gradients over dp; from ZeRO stage 1 on reduce-scatter
-    across    all-reduce, after `reduce`, of the rank's chunk of them over the replicas of ZeRO's shards
-    partial   sum over tp of the gradients of which each tp rank has only its share, of the tokens, of the experts'
-              columns (a router's) or of the queries (a copied head's of keys and values); it precedes `reduce`
+    across    all-reduce, after `reduce`, of the rank's chunk of them over the replicas of ZeRO's
+              shards
+    partial   sum over tp of the gradients of which each tp rank has only its share, of the tokens,
+              of the experts' columns (a router's) or of the queries (a copied head's of keys and
+              values); it precedes `reduce`
     """
 
     tp: float
@@ -130,7 +62,9 @@ class UnitTime(StageTime):
     ep: float = 0.0
 
     def launched_in(self, seconds: float) -> UnitTime:
-        """Return the unit with F, I and W stretched to `seconds` in all if the host takes longer than the GPU."""
+        """Return the unit with F, I and W stretched to `seconds` in all if the host takes longer
+        than the GPU.
+        """
         if seconds <= self.seconds:
             return self
         stretch = seconds / self.seconds
@@ -144,7 +78,9 @@ class UnitTime(StageTime):
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """The times of a model's units on a rank, every layer alike, and the optimizer's `update` of the rank."""
+    """The times of a model's units on a rank, every layer alike, and the optimizer's `update` of
+    the rank.
+    """
 
     embedding: UnitTime
     layer: UnitTime
@@ -153,7 +89,9 @@ class UnitTimes:
 
 
 def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
-    """Return the times of a layout's units. They depend on its schedule only in whether it splits backward."""
+    """Return the times of a layout's units. They depend on its schedule only in whether it splits
+    backward.
+    """
     schedule = "zb-h1" if layout.splits_backward else "1f1b"
     return _unit_times(model, replace(layout, virtual_stages=1, schedule=schedule), cluster, length)
 
@@ -161,12 +99,14 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
 @cache
 def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
     experts = rank_experts(model, layout)
-    parameters = (rank_parameters(model, layout) - experts) / (layout.shards if layout.zero else 1)  # updated here
+    parameters = (rank_parameters(model, layout) - experts) / (
+        layout.shards if layout.zero else 1
+    )  # updated here
     parameters += experts / (layout.expert_shards if layout.zero else 1)
     if cluster.measured is not None:
         compute = cluster.measured(model, layout, length, parameters)
     else:
-        compute = gpu_compute(model, layout, length, parameters, cluster.gpu, cluster.assumptions, cluster.framework)
+        compute = gpu_compute(model, layout, length, parameters, cluster)
     cp_forward, cp_backward = context_seconds(model, layout, cluster, length)
     ep_forward, ep_backward = expert_seconds(model, layout, cluster, length)
     tp = _TensorParallel.of(model, layout, cluster, length)
@@ -175,7 +115,9 @@ def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int
     layer_sums = 4 * tp.gather  # two all-reduces, or two pairs of all-gather and reduce-scatter
     recomputed_sums, cp_again = (layer_sums, cp_forward) if full_recompute else (0.0, 0.0)
     ep_again = ep_forward if full_recompute else 0.0
-    waiting, slowdown = tp.backward([compute.backward_weight * share for share in model.column_shares], rows=2)
+    waiting, slowdown = tp.backward(
+        [compute.backward_weight * share for share in model.column_shares], rows=2
+    )
     launches = cluster.assumptions.host_layer * (4 / 3 if full_recompute else 1)
     layer = UnitTime(
         forward=compute.forward + layer_sums + cp_forward + ep_forward,
@@ -202,7 +144,8 @@ def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int
         ),
     ).launched_in(launches)
 
-    # Parameters of the two ends. Without a pipeline their gradients travel together, with the embedding's.
+    # Parameters of the two ends. Without a pipeline their gradients travel together, with the
+    # embedding's.
     table, positions = embedding_rows(model, layout.tp), model.positions * model.hidden
     first, last = table + positions, model.norm_parameters + (0 if model.tied else table)
     if layout.pp == 1:
@@ -229,14 +172,18 @@ def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int
     return UnitTimes(embedding=embedding, layer=layer, head=head, update=compute.update)
 
 
-def context_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> tuple[float, float]:
-    """Return the seconds that a layer's attention waits for messages over cp, in forward and in backward.
+def context_seconds(
+    model: ModelShape, layout: Layout, cluster: Cluster, length: int
+) -> tuple[float, float]:
+    """Return the seconds that a layer's attention waits for messages over cp, in forward and in
+    backward.
 
     They include what hidden messages cost the computation (Assumptions.contention).
 
-    ring         Each step's message hides behind its square's products. In backward gradients follow the keys, and
-                 nothing hides the hop that brings them home.
-    all-gather   An all-gather each way, and in backward a reduce-scatter of the same bytes. Nothing hides them.
+    ring         Each step's message hides behind its square's products. In backward gradients
+                 follow the keys, and nothing hides the hop that brings them home.
+    all-gather   An all-gather each way, and in backward a reduce-scatter of the same bytes. Nothing
+                 hides them.
     ulysses      An all-to-all before attention and one after it, each way. Nothing hides them.
     """
     t, c, h_kv = layout.tp, layout.cp, kv_columns(model, layout.tp)
@@ -245,13 +192,15 @@ def context_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length:
     nbytes = layout.tokens(length) * layout.precision.parameters  # one column's bytes
     if layout.context_parallel == "ulysses":
         h = model.hidden // t
-        both = sum(all_to_all_seconds(cluster, nbytes * columns, t, c) for columns in (h + 2 * h_kv, h))
+        both = sum(
+            all_to_all_seconds(cluster, nbytes * columns, t, c) for columns in (h + 2 * h_kv, h)
+        )
         return both, both
     if layout.context_parallel == "all-gather":
         gather = gather_seconds(cluster, c * nbytes * 2 * h_kv, t, c)
         return gather, 2 * gather
     message = cluster.link(t, c).seconds(nbytes * 2 * h_kv)
-    rate = cluster.gpu.peak * cluster.assumptions.products * t
+    rate = cluster.attention_rate * t
     squares = attention_squares(layout, cluster.framework)
     forward = [core_flops(model, layout, length, square) / rate for square in squares]
     backward = [2.5 * seconds for seconds in forward]  # five products, as scores are computed again
@@ -259,15 +208,20 @@ def context_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length:
     waiting = []
     for steps, messages in ((forward, c - 1), (backward, 2 * c - 1)):
         waits = ring_seconds(steps, message, messages >= c, one_link) - sum(steps)
-        waiting.append(waits + cluster.assumptions.contention * max(0.0, messages * message - waits))
+        waiting.append(
+            waits + cluster.assumptions.contention * max(0.0, messages * message - waits)
+        )
     return waiting[0], waiting[1]
 
 
-def expert_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> tuple[float, float]:
-    """Return the seconds that a layer's experts wait for messages over ep, in forward and in backward.
+def expert_seconds(
+    model: ModelShape, layout: Layout, cluster: Cluster, length: int
+) -> tuple[float, float]:
+    """Return the seconds that a layer's experts wait for messages over ep, in forward and in
+    backward.
 
-    An all-to-all of the rows to their experts and one of the results back, each way, and ahead of forward's one of
-    counts. Nothing hides them. The ranks of ep are neighbours among dp x cp.
+    An all-to-all of the rows to their experts and one of the results back, each way, and ahead of
+    forward's one of counts. Nothing hides them. The ranks of ep are neighbours among dp x cp.
     """
     t, ranks = layout.tp, layout.ep
     rows, counts = (
@@ -277,11 +231,15 @@ def expert_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length: 
     return counts + 2 * rows, 2 * rows
 
 
-def ring_seconds(steps: Sequence[float], message: float, gradients: bool, one_link: bool = True) -> float:
-    """Return the seconds of a ring's `steps` of computation, all but the last next to a message of keys and values.
+def ring_seconds(
+    steps: Sequence[float], message: float, gradients: bool, one_link: bool = True
+) -> float:
+    """Return the seconds of a ring's `steps` of computation, all but the last next to a message of
+    keys and values.
 
-    With `gradients` each step then adds to the sum that its left neighbour has sent one step before, and sends it on.
-    Messages follow one another on `one_link`, or travel at the same time. All ranks do the same at the same time.
+    With `gradients` each step then adds to the sum that its left neighbour has sent one step
+    before, and sends it on. Messages follow one another on `one_link`, or travel at the same time.
+    All ranks do the same at the same time.
     """
     now = link = gradient = 0.0
     for i, computing in enumerate(steps):
@@ -301,7 +259,8 @@ class _TensorParallel:
     """The collectives over tp in one microbatch, in seconds.
 
     gather   an all-gather or a reduce-scatter of the activations, half of an all-reduce
-    loss     the all-reduces of the loss: the maximum of each token's logits, then the sum and the target's logit
+    loss     the all-reduces of the loss: the maximum of each token's logits, then the sum and the
+             target's logit
     """
 
     layout: Layout
@@ -311,30 +270,46 @@ class _TensorParallel:
     loss: float
 
     @classmethod
-    def of(cls, model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> _TensorParallel:
+    def of(
+        cls, model: ModelShape, layout: Layout, cluster: Cluster, length: int
+    ) -> _TensorParallel:
         """Return those of a layout. The loss is summed in 32 bits at least."""
         tokens, t, width = layout.tokens(length), layout.tp, layout.precision.parameters
-        sums = [2 * gather_seconds(cluster, values * tokens * max(4, width), 1, t) for values in (1, 2)]
+        sums = [
+            2 * gather_seconds(cluster, values * tokens * max(4, width), 1, t) for values in (1, 2)
+        ]
         gather = gather_seconds(cluster, tokens * model.hidden * width, 1, t)
         contention, hidden_sums = cluster.assumptions.contention, cluster.framework.hidden_sums
-        return cls(layout=layout, contention=contention, hidden_sums=hidden_sums, gather=gather, loss=sum(sums))
+        return cls(
+            layout=layout,
+            contention=contention,
+            hidden_sums=hidden_sums,
+            gather=gather,
+            loss=sum(sums),
+        )
 
     @property
     def enter(self) -> float:
-        """Return the seconds before a column-parallel layer: the all-gather of sequence parallelism, or none."""
+        """Return the seconds before a column-parallel layer: the all-gather of sequence
+        parallelism, or none.
+        """
         return self.gather if self.layout.sequence_parallel else 0.0
 
     @property
     def leave(self) -> float:
-        """Return the seconds after a row-parallel layer: an all-reduce, or sequence parallelism's reduce-scatter."""
+        """Return the seconds after a row-parallel layer: an all-reduce, or sequence parallelism's
+        reduce-scatter.
+        """
         return self.gather if self.layout.sequence_parallel else 2 * self.gather
 
     def backward(self, columns: Sequence[float], rows: int) -> tuple[float, float]:
-        """Return (seconds that backward waits, seconds that hidden collectives cost the computation).
+        """Return (seconds that backward waits, seconds that hidden collectives cost the
+        computation).
 
-        `columns` has the seconds of each column-parallel layer's weight gradient. The sum of such a layer's input
-        gradient hides behind it, unless the schedule splits I from W or the framework waits (Framework.hidden_sums).
-        Each of the `rows` row-parallel layers gathers its gradient under sequence parallelism, and nothing hides that.
+        `columns` has the seconds of each column-parallel layer's weight gradient. The sum of such a
+        layer's input gradient hides behind it, unless the schedule splits I from W or the framework
+        waits (Framework.hidden_sums). Each of the `rows` row-parallel layers gathers its gradient
+        under sequence parallelism, and nothing hides that.
         """
         hides = self.hidden_sums and not self.layout.splits_backward
         hidden = sum(min(self.leave, seconds) if hides else 0.0 for seconds in columns)
@@ -346,17 +321,25 @@ def _over_dp(
     cluster: Cluster, layout: Layout, parameters: int, replicated: int,
     router: int = 0, keys: int = 0, copies: int = 1, experts: int = 0,
 ) -> dict[str, float]:  # fmt: skip
-    """Return gather, reduce, partial and across (UnitTime) of a unit with these `parameters` on a rank.
+    """Return gather, reduce, partial and across (UnitTime) of a unit with these `parameters` on a
+    rank.
 
-    `replicated` of them are on every tp rank, among them a `router`, whose gradient is summed over tp even without
-    sequence parallelism. If several ranks have `copies` of the same heads, the gradients of those `keys` and values are
-    summed over these ranks. `experts` of them travel in a bucket of their own, over the ranks that hold the same ones.
+    `replicated` of them are on every tp rank, among them a `router`, whose gradient is summed over
+    tp even without sequence parallelism. If several ranks have `copies` of the same heads, the
+    gradients of those `keys` and values are summed over these ranks. `experts` of them travel in a
+    bucket of their own, over the ranks that hold the same ones.
     """
     precision, t, s, q = layout.precision, layout.tp, layout.shards, layout.zero_replicas
-    buckets = [(elements, fold) for elements, fold in ((parameters - experts, 1), (experts, layout.ep)) if elements]
+    buckets = [
+        (elements, fold)
+        for elements, fold in ((parameters - experts, 1), (experts, layout.ep))
+        if elements
+    ]
 
     def over_shards(collective: Callable[..., float], width: int) -> float:
-        seconds = [collective(cluster, elements * width, t * fold, s // fold) for elements, fold in buckets]
+        seconds = [
+            collective(cluster, elements * width, t * fold, s // fold) for elements, fold in buckets
+        ]
         return max(seconds) if cluster.framework.parallel_messages else sum(seconds)
 
     reduce = over_shards(gather_seconds, precision.gradients)

@@ -1,8 +1,9 @@
 """A layout and a framework: how a training step is divided over GPUs, and how the program runs it.
 
-The planner chooses the layout. It cannot choose the framework: `MEGATRON` is Megatron-LM of today, `MEGATRON_2021`,
-`DEEPSPEED_2021`, `LLAMA_3` and `NANOTRON` are what published runs were measured with, `MINIPAR` is this repository's
-own program, so that predictions can be compared with runs. `PROGRAMS` in cluster.py pairs each with its speeds.
+The planner chooses the layout. It cannot choose the framework: `MEGATRON` is Megatron-LM of today,
+`MEGATRON_2021`, `DEEPSPEED_2021`, `LLAMA_3` and `NANOTRON` are what published runs were measured
+with, `MINIPAR` is this repository's own program, so that predictions can be compared with runs.
+`PROGRAMS` in programs.py pairs each with its speeds.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from minipar.parallel.ulysses import check_heads
 from minipar.plan.model import ModelShape
 
 ATTENTION = ("stored", "flash")
-# Bytes of parameters, gradients and optimizer state: 16 in all (Rajbhandari et al. 2020), or with gradients summed and
-# sent in fp32, as Megatron-LM does when it trains in bf16.
+# Bytes of parameters, gradients and optimizer state: 16 in all (Rajbhandari et al. 2020), or with
+# gradients summed and sent in fp32, as Megatron-LM does when it trains in bf16.
 PRECISIONS = {"fp16": MIXED, "bf16": Precision(parameters=2, gradients=4, optimizer=12)}
 
 
@@ -26,11 +27,12 @@ PRECISIONS = {"fp16": MIXED, "bf16": Precision(parameters=2, gradients=4, optimi
 class Layout:
     """The degrees of parallelism, and every other choice that a step's time and memory depend on.
 
-    A microbatch has `microbatch` samples, and each replica runs `microbatches` of them per step: the global batch is
-    dp * microbatch * microbatches. Attention is "stored" if its scores are kept for backward. It is "flash" if they are
-    computed tile by tile, and once more in backward (Dao et al. 2022, arXiv 2205.14135). Context parallelism's ring and
-    all-gather always compute it so. `context_parallel` and `cp_order` say how its cp ranks share each sample's tokens.
-    `ep` neighbours among the ranks of dp x cp each hold 1/ep of every layer's experts.
+    A microbatch has `microbatch` samples, and each replica runs `microbatches` of them per step:
+    the global batch is dp * microbatch * microbatches. Attention is "stored" if its scores are kept
+    for backward. It is "flash" if they are computed tile by tile, and once more in backward (Dao et
+    al. 2022, arXiv 2205.14135). Context parallelism's ring and all-gather always compute it so.
+    `context_parallel` and `cp_order` say how its cp ranks share each sample's tokens. `ep`
+    neighbours among the ranks of dp x cp each hold 1/ep of every layer's experts.
     """
 
     dp: int
@@ -85,7 +87,9 @@ class Layout:
 
     @property
     def expert_shards(self) -> int:
-        """Return the number of ranks over which ZeRO shards experts, those that hold the same ones: dp cp/ep."""
+        """Return the number of ranks over which ZeRO shards experts, those that hold the same ones:
+        dp cp/ep.
+        """
         return self.replicas // self.ep
 
     @property
@@ -95,7 +99,9 @@ class Layout:
 
     @property
     def sequence_slices(self) -> int:
-        """Return the parts into which sequence parallelism divides a microbatch's tokens: tp, or 1 without it."""
+        """Return the parts into which sequence parallelism divides a microbatch's tokens: tp, or 1
+        without it.
+        """
         return self.tp if self.sequence_parallel else 1
 
     @property
@@ -105,7 +111,11 @@ class Layout:
 
     def rank_of(self, stage: int) -> int:
         """Return the pipeline rank of a stage: stage modulo pp, or down and up again in ZBV's V."""
-        return 2 * self.pp - 1 - stage if self.schedule == "zbv" and stage >= self.pp else stage % self.pp
+        return (
+            2 * self.pp - 1 - stage
+            if self.schedule == "zbv" and stage >= self.pp
+            else stage % self.pp
+        )
 
     def layers_per_rank(self, model: ModelShape) -> int:
         """Return the layers of the pipeline rank that has most: ceil(layers / pp)."""
@@ -121,7 +131,9 @@ class Layout:
             words.insert(1 + (self.cp > 1), f"ep {self.ep}")
         words.append(f"microbatch {self.microbatch} x {self.microbatches}")
         if self.pp > 1:
-            words.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
+            words.append(
+                self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else "")
+            )
         if self.sequence_parallel:
             words.append("sequence-parallel")
         if self.recompute != "none":
@@ -131,9 +143,16 @@ class Layout:
         return ", ".join(words)
 
 
-def check_layout(model: ModelShape, layout: Layout, gpus: int, global_batch: int, length: int) -> None:
-    """Raise UsageError, with the equation that does not hold, if a layout contradicts what it is asked to run."""
-    sizes = {name: getattr(layout, name) for name in ("dp", "cp", "tp", "pp", "microbatch", "microbatches", "ep")}
+def check_layout(
+    model: ModelShape, layout: Layout, gpus: int, global_batch: int, length: int
+) -> None:
+    """Raise UsageError, with the equation that does not hold, if a layout contradicts what it is
+    asked to run.
+    """
+    sizes = {
+        name: getattr(layout, name)
+        for name in ("dp", "cp", "tp", "pp", "microbatch", "microbatches", "ep")
+    }
     for name, size in sizes.items():
         if size < 1:
             raise UsageError(f"{name} {size}: expected at least 1")
@@ -147,16 +166,24 @@ def check_layout(model: ModelShape, layout: Layout, gpus: int, global_batch: int
     if (q := layout.zero_replicas) > 1 and (layout.zero == 0 or layout.replicas % q):
         ranks = "dp*cp" if cp > 1 else "dp"
         why = (
-            f"{ranks}/replicas = {dp * cp}/{q} is not a whole number" if layout.zero else "ZeRO stage 0 shards nothing"
+            f"{ranks}/replicas = {dp * cp}/{q} is not a whole number"
+            if layout.zero
+            else "ZeRO stage 0 shards nothing"
         )
         raise UsageError(f"{q} replicas of shards, but {why}")
     check_experts(model, ep)
     if dp * cp % ep:
-        raise UsageError(f"dp*cp/ep = {dp}*{cp}/{ep} is not a whole number: the ranks of ep are among those of dp*cp")
+        raise UsageError(
+            f"dp*cp/ep = {dp}*{cp}/{ep} is not a whole number: the ranks of ep are among those of dp*cp"
+        )
     if ep > 1 and q > 1:
-        raise UsageError(f"{q} replicas of shards: those of experts have none; give 1 replica or ep = 1")
+        raise UsageError(
+            f"{q} replicas of shards: those of experts have none; give 1 replica or ep = 1"
+        )
     if not model.tp_divides(tp):
-        raise UsageError(f"tp {tp} does not divide {model.heads} heads, {model.groups} of keys and values")
+        raise UsageError(
+            f"tp {tp} does not divide {model.heads} heads, {model.groups} of keys and values"
+        )
     if pp > model.layers:
         raise UsageError(f"pp {pp}, but the model has {model.layers} layers")
     for value, known in ((layout.context_parallel, METHODS), (layout.cp_order, ORDERS)):
@@ -171,29 +198,35 @@ def check_layout(model: ModelShape, layout: Layout, gpus: int, global_batch: int
 def check_experts(model: ModelShape, ep: int) -> None:
     """Raise UsageError if ep > 1 ranks cannot share the model's experts equally."""
     if ep > 1 and model.experts is None:
-        raise UsageError(f"ep {ep} divides the experts of a layer; each layer of this model has one MLP, no experts")
+        raise UsageError(
+            f"ep {ep} divides the experts of a layer; each layer of this model has one MLP, no experts"
+        )
     check_divides("experts/ep", model.experts or 1, ep, "each rank holds whole experts")
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Elements of one token that a framework keeps for backward (a one-byte mask counts half a 16-bit element).
+    """Elements of one token that a framework keeps for backward (a one-byte mask counts half a
+    16-bit element).
 
     In each layer:
     sliced    multiples of h that sequence parallelism divides over the tp ranks
     gathered  multiples of h that are whole on every tp rank
     rows      single values, which sequence parallelism divides
-    qkv, context, inner, gated   multiples of queries, keys and values; of attention's output; of the inner size of a
-                                 plain MLP, or of a gated one: tensor parallelism divides all of them
+    qkv, context, inner, gated   multiples of queries, keys and values; of attention's output; of
+                                 the inner size of a plain MLP, or of a gated one: tensor
+                                 parallelism divides all of them
     scores    elements for each head and each token attended to, divided over tp
-    routed    multiples of h, of each row: a token at one of its experts. They are whole on every tp rank
+    routed    multiples of h, of each row: a token at one of its experts. They are whole on every tp
+              rank
     router    values for each expert
 
     Outside the layers:
     logits    multiples of the vocabulary, divided over tp
     head      multiples of h on the rank with the output head: its norm and its input
     boundary  multiples of h in a pipeline, for the input and for the output of a stage
-    moving, moving_whole   multiples of h, once: gradients during backward, divided by sequence parallelism or whole
+    moving, moving_whole   multiples of h, once: gradients during backward, divided by sequence
+                           parallelism or whole
     """
 
     sliced: float
@@ -215,28 +248,39 @@ class Activations:
 
 @dataclass(frozen=True)
 class Framework:
-    """The habits in which training frameworks differ, as far as they change a step's time or memory.
+    """The habits in which training frameworks differ, as far as they change a step's time or
+    memory.
 
-    ring_per_card      A collective over hosts runs k rings at once, each with 1/k of the bytes through another of a
-                       host's k network cards. Otherwise it runs one ring.
+    ring_per_card      A collective over hosts runs k rings at once, each with 1/k of the bytes
+                       through another of a host's k network cards. Otherwise it runs one ring.
     blocking_hops      A pipeline rank waits for every message that it sends or receives.
-    scattered_hops     A tp rank always sends its 1/tp of a microbatch's activations (Narayanan et al. 2021, section
-                       4.1). Otherwise it does so only under sequence parallelism.
-    balanced_stages    Layers are divided so that the output head counts. Otherwise every stage has ceil(layers/stages).
-    every_microbatch   From ZeRO stage 2 on, gradients are reduced after each microbatch. Otherwise once per step.
-    pairwise           Parameters are gathered, and scalars summed, by messages from each rank to each other rank. An
-                       all-to-all over ep goes in steps, and each waits for the slowest message. Otherwise no rank
-                       waits for another one's messages.
-    gathers_ahead      ZeRO stages 1 and 2 gather updated parameters during the next step's first forward.
-    embedding_returns  The first stage sends the updated token embedding to the last. Otherwise both update it.
-    lockstep           In a ring over hosts every message waits for one between hosts. Otherwise one per host does.
-    hidden_sums        Backward's sums over tp hide behind weight gradients. Otherwise the rank waits for them.
-    hidden_reductions  Gradients are reduced over dp while backward goes on. Otherwise after a stage's last backward.
-    visible_pairs      Under cp attention counts the pairs of tokens that are computed: a rank's own, and the visible
-                       ones of other ranks. Otherwise it counts all pairs, as in the published formulas.
-    parallel_messages  A rank sends keys and gradients to its neighbour in the ring at the same time, and a layer's
-                       buckets of experts and of all else, as on minipar's clock `model`. Otherwise one after the other.
-    gradient_copy      Bytes per parameter of a second copy of the gradients: in 16 bits next to 32, or the other way.
+    scattered_hops     A tp rank always sends its 1/tp of a microbatch's activations (Narayanan et
+                       al. 2021, section 4.1). Otherwise it does so only under sequence parallelism.
+    balanced_stages    Layers are divided so that the output head counts. Otherwise every stage has
+                       ceil(layers/stages).
+    every_microbatch   From ZeRO stage 2 on, gradients are reduced after each microbatch. Otherwise
+                       once per step.
+    pairwise           Parameters are gathered, and scalars summed, by messages from each rank to
+                       each other rank. An all-to-all over ep goes in steps, and each waits for the
+                       slowest message. Otherwise no rank waits for another one's messages.
+    gathers_ahead      ZeRO stages 1 and 2 gather updated parameters during the next step's first
+                       forward.
+    embedding_returns  The first stage sends the updated token embedding to the last. Otherwise both
+                       update it.
+    lockstep           In a ring over hosts every message waits for one between hosts. Otherwise one
+                       per host does.
+    hidden_sums        Backward's sums over tp hide behind weight gradients. Otherwise the rank
+                       waits for them.
+    hidden_reductions  Gradients are reduced over dp while backward goes on. Otherwise after a
+                       stage's last backward.
+    visible_pairs      Under cp attention counts the pairs of tokens that are computed: a rank's
+                       own, and the visible ones of other ranks. Otherwise it counts all pairs, as
+                       in the published formulas.
+    parallel_messages  A rank sends keys and gradients to its neighbour in the ring at the same
+                       time, and a layer's buckets of experts and of all else, as on minipar's clock
+                       `model`. Otherwise one after the other.
+    gradient_copy      Bytes per parameter of a second copy of the gradients: in 16 bits next to 32,
+                       or the other way.
     overhead           Bytes of the libraries' own buffers on each GPU.
     kept               What is kept for backward.
     """
@@ -259,12 +303,12 @@ class Framework:
     overhead: float = 0.0
 
 
-# Megatron-LM on NCCL, with ZeRO as DeepSpeed does it. Activations: Korthikanti et al. 2022, section 4.1, s b h (34 +
-# 5 a s / h) bytes in 16 bits; of a gated MLP both products' outputs, the activated one, and the last product's input;
-# logits in 16 bits, and their softmax in 32. Of experts the rows that arrive and the results that go back, and of the
-# router logits and probabilities in 32 bits: an assumption. NCCL builds a ring through each network card. Megatron's
-# pipeline exchanges with both neighbours between two computations (p2p_communication.py). It has
-# --overlap-param-gather.
+# Megatron-LM on NCCL, with ZeRO as DeepSpeed does it. Activations: Korthikanti et al. 2022, section
+# 4.1, s b h (34 + 5 a s / h) bytes in 16 bits; of a gated MLP both products' outputs, the activated
+# one, and the last product's input; logits in 16 bits, and their softmax in 32. Of experts the rows
+# that arrive and the results that go back, and of the router logits and probabilities in 32 bits:
+# an assumption. NCCL builds a ring through each network card. Megatron's pipeline exchanges with
+# both neighbours between two computations (p2p_communication.py). It has --overlap-param-gather.
 MEGATRON = Framework(
     ring_per_card=True,
     blocking_hops=True,
@@ -280,8 +324,9 @@ MEGATRON = Framework(
     ),
 )  # fmt: skip
 
-# Megatron-LM as it was in 2021: nothing over tp or dp hides (--overlap-grad-reduce and tp's asynchronous sums came
-# later), each stage keeps its output, and fp16 gradients are copied to fp32 (20 bytes per parameter, its README).
+# Megatron-LM as it was in 2021: nothing over tp or dp hides (--overlap-grad-reduce and tp's
+# asynchronous sums came later), each stage keeps its output, and fp16 gradients are copied to fp32
+# (20 bytes per parameter, its README).
 MEGATRON_2021 = replace(
     MEGATRON,
     hidden_sums=False,
@@ -291,14 +336,18 @@ MEGATRON_2021 = replace(
     kept=replace(MEGATRON.kept, boundary=1),
 )
 
-# DeepSpeed's ZeRO-3 of 2021, as in table 2 of Narayanan et al. Both habits are inferred from its six rows: collectives
-# reach the speed of one card per host, and no reduction hides behind the backward pass that it belongs to.
+# DeepSpeed's ZeRO-3 of 2021, as in table 2 of Narayanan et al. Both habits are inferred from its
+# six rows: collectives reach the speed of one card per host, and no reduction hides behind the
+# backward pass that it belongs to.
 DEEPSPEED_2021 = replace(MEGATRON, ring_per_card=False, hidden_reductions=False)
 
-# Llama 3 (arXiv 2407.21783, 3.3.2) frees what it can, recomputes no layer, and sums gradients over microbatches first.
-# What it frees is not said. The least is kept here, what no elementwise kernel computes again from the rest: the inputs
-# of both norms; q, k, v; attention's output; both products of the gate.
-LLAMA_3 = replace(MEGATRON, every_microbatch=False, kept=replace(MEGATRON.kept, sliced=2, inner=1, gated=2))
+# Llama 3 (arXiv 2407.21783, 3.3.2) frees what it can, recomputes no layer, and sums gradients over
+# microbatches first. What it frees is not said. The least is kept here, what no elementwise kernel
+# computes again from the rest: the inputs of both norms; q, k, v; attention's output; both products
+# of the gate.
+LLAMA_3 = replace(
+    MEGATRON, every_microbatch=False, kept=replace(MEGATRON.kept, sliced=2, inner=1, gated=2)
+)
 
 # tests/parallel/tensor/test_tensor_traffic.py counts what a layer keeps: 20 N + A + 2 B T elements.
 MINIPAR = Framework(
@@ -318,9 +367,11 @@ MINIPAR = Framework(
     ),
 )  # fmt: skip
 
-# nanotron, as in the Ultra-Scale Playbook's benchmark: bf16 with gradients accumulated in fp32 (20 bytes per parameter,
-# `PRECISIONS["bf16"]` and the copy), flash attention, sequence parallelism with a column-parallel layer's whole input
-# kept, blocks divided with the head in mind. Multiples of the logits and overhead: fitted (tests/plan/fit_nanotron.py).
+# nanotron, as in the Ultra-Scale Playbook's benchmark: bf16 with gradients accumulated in fp32 (20
+# bytes per parameter,
+# `PRECISIONS["bf16"]` and the copy), flash attention, sequence parallelism with a column-parallel
+# layer's whole input kept, blocks divided with the head in mind. Multiples of the logits and
+# overhead: fitted (tests/plan/fit_nanotron.py).
 NANOTRON = Framework(
     ring_per_card=True,
     blocking_hops=True,

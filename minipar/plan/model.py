@@ -1,9 +1,10 @@
 """A model's shape: its parameters and floating-point operations, counted exactly.
 
-A multiply and an add are two operations, and only matrix products are counted (Narayanan et al. 2021, arXiv 2104.04473,
-appendix). Attention is counted as if every token attended to all tokens, as in the published figures. Backward takes
-twice the operations of forward. *Model* FLOPs are those that training needs. *Hardware* FLOPs include recomputation
-(Chowdhery et al. 2022, arXiv 2204.02311, appendix B; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+A multiply and an add are two operations, and only matrix products are counted (Narayanan et al.
+2021, arXiv 2104.04473, appendix). Attention is counted as if every token attended to all tokens, as
+in the published figures. Backward takes twice the operations of forward. *Model* FLOPs are those
+that training needs. *Hardware* FLOPs include recomputation (Chowdhery et al. 2022, arXiv
+2204.02311, appendix B; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ MOST = 10**9  # no other size may be larger
 
 
 def check_size(label: str, field: str, size: Any, optional: bool) -> None:
-    """Raise UsageError unless `size` is a whole number that a field of ModelShape can have, or None if optional."""
+    """Raise UsageError unless `size` is a whole number that a field of ModelShape can have, or None
+    if optional.
+    """
     if size is None and optional:
         return
     least, most = int(field != "positions"), MOST_LAYERS if field == "layers" else MOST
     if not isinstance(size, int) or isinstance(size, bool) or not least <= size <= most:
-        raise UsageError(f"{label} = {repr(size)[:40]}, expected a whole number from {least} to {most}")
+        raise UsageError(
+            f"{label} = {repr(size)[:40]}, expected a whole number from {least} to {most}"
+        )
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,10 @@ class ModelShape:
     gated        whether the MLP is gated: three matrices (SwiGLU) instead of two
     positions    learned positions; 0 for rotary positions, which have no parameters
     tied         whether the output head is the token embedding
-    biases       whether linear layers have biases;  norm_biases: whether norms do (LayerNorm does, RMSNorm does not)
-    experts      MLPs in a layer, of which a router sends each token to top_k; None: one MLP and no router
+    biases       whether linear layers have biases;  norm_biases: whether norms do (LayerNorm does,
+                 RMSNorm does not)
+    experts      MLPs in a layer, of which a router sends each token to top_k; None: one MLP and no
+                 router
     """
 
     layers: int
@@ -62,8 +69,20 @@ class ModelShape:
     top_k: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab_size", "positions", "kv_heads", "ffn", "experts", "top_k"):
-            check_size(name, name, getattr(self, name), optional=name in ("kv_heads", "ffn", "experts"))
+        for name in (
+            "layers",
+            "hidden",
+            "heads",
+            "vocab_size",
+            "positions",
+            "kv_heads",
+            "ffn",
+            "experts",
+            "top_k",
+        ):
+            check_size(
+                name, name, getattr(self, name), optional=name in ("kv_heads", "ffn", "experts")
+            )
         if self.top_k > (self.experts or 1):
             raise UsageError(f"top-k {self.top_k} is more than experts {self.experts or 1}")
         if self.experts and self.biases:
@@ -88,7 +107,9 @@ class ModelShape:
         return self.hidden + 2 * self.groups * (self.hidden // self.heads)
 
     def rank_heads(self, tp: int) -> tuple[int, int]:
-        """Return the heads of queries and of keys on a tp rank: a copy of one, if these are fewer than the ranks."""
+        """Return the heads of queries and of keys on a tp rank: a copy of one, if these are fewer
+        than the ranks.
+        """
         return self.heads // tp, max(1, self.groups // tp)
 
     def copies(self, tp: int) -> int:
@@ -100,12 +121,16 @@ class ModelShape:
         return self if self.groups >= tp else replace(self, kv_heads=tp)
 
     def tp_divides(self, tp: int) -> bool:
-        """Return whether tp divides the heads, and divides those of keys and values or is a multiple of them."""
+        """Return whether tp divides the heads, and divides those of keys and values or is a
+        multiple of them.
+        """
         return self.heads % tp == 0 and (self.groups % tp == 0 or tp % self.groups == 0)
 
     @property
     def active_inner(self) -> int:
-        """Return the inner size of all MLPs of a layer that a token passes: one, or top_k experts."""
+        """Return the inner size of all MLPs of a layer that a token passes: one, or top_k
+        experts.
+        """
         return self.top_k * self.inner
 
     @property
@@ -120,20 +145,33 @@ class ModelShape:
 
     @property
     def layer_matrices(self) -> int:
-        """Return the elements of those matrices of a layer with which a token is multiplied. GPT-2: 12 h^2."""
-        return self.hidden * (self.qkv + self.hidden) + self.router + self.top_k * self.expert_parameters
+        """Return the elements of those matrices of a layer with which a token is multiplied. GPT-2:
+        12 h^2.
+        """
+        return (
+            self.hidden * (self.qkv + self.hidden)
+            + self.router
+            + self.top_k * self.expert_parameters
+        )
 
-    # ---- parameters --------------------------------------------------------------------------------------------------
+    # ---- parameters ------------------------------------------------------------------------------
 
     @property
     def layer_parameters(self) -> int:
         """Return the parameters of a layer: attention, MLP, two norms. GPT-2: 12 h^2 + 13 h."""
         biases = self.qkv + self.hidden + (2 if self.gated else 1) * self.inner + self.hidden
-        return self.layer_matrices + (biases if self.biases else 0) + 2 * self.norm_parameters + self.idle_parameters
+        return (
+            self.layer_matrices
+            + (biases if self.biases else 0)
+            + 2 * self.norm_parameters
+            + self.idle_parameters
+        )
 
     @property
     def idle_parameters(self) -> int:
-        """Return the parameters of a layer that one token does not use: those of experts that it is not sent to."""
+        """Return the parameters of a layer that one token does not use: those of experts that it is
+        not sent to.
+        """
         return 0 if self.experts is None else (self.experts - self.top_k) * self.expert_parameters
 
     @property
@@ -142,7 +180,9 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Return all parameters: embeddings, layers, the last norm, and the output matrix unless it is tied."""
+        """Return all parameters: embeddings, layers, the last norm, and the output matrix unless it
+        is tied.
+        """
         matrices = self.vocab_size * (1 if self.tied else 2) + self.positions
         return matrices * self.hidden + self.layers * self.layer_parameters + self.norm_parameters
 
@@ -151,7 +191,7 @@ class ModelShape:
         """Return the parameters that one token uses."""
         return self.parameters - self.layers * self.idle_parameters
 
-    # ---- operations of one sequence of s = `length` tokens -----------------------------------------------------------
+    # ---- operations of one sequence of s = `length` tokens ---------------------------------------
 
     def attention_core_flops(self, length: int) -> int:
         """Return the forward operations of QK^T and of the product with V in one layer: 4 s^2 h."""
@@ -163,7 +203,9 @@ class ModelShape:
 
     @property
     def column_shares(self) -> tuple[float, float]:
-        """Return the two column-parallel layers' shares of a layer's matrices: q, k, v and the MLP's first."""
+        """Return the two column-parallel layers' shares of a layer's matrices: q, k, v and the
+        MLP's first.
+        """
         first, second = self.qkv, (2 if self.gated else 1) * self.active_inner
         whole = first + second + self.hidden + self.active_inner
         return first / whole, second / whole
@@ -173,7 +215,9 @@ class ModelShape:
         return 2 * length * self.hidden * self.vocab_size
 
     def model_flops(self, length: int) -> int:
-        """Return the operations of a sequence, forward and backward. GPT-2: 72 s l h^2 (1 + s/(6h) + V/(12 l h))."""
+        """Return the operations of a sequence, forward and backward. GPT-2: 72 s l h^2 (1 + s/(6h)
+        + V/(12 l h)).
+        """
         return 3 * (self.layers * self.layer_flops(length) + self.head_flops(length))
 
     def hardware_flops(self, length: int, recompute: str = "none") -> int:
@@ -182,34 +226,77 @@ class ModelShape:
         "selective" recomputes the attention core, "full" each layer's forward: GPT-2 then takes
         96 s l h^2 (1 + s/(6h) + V/(16 l h)).
 
-        NB: Korthikanti et al. 2022, appendix A, charge a recomputed attention core three times its forward, s/(3h)
-        instead of s/(6h). It is counted once here, since it is computed once.
+        NB: Korthikanti et al. 2022, appendix A, charge a recomputed attention core three times its
+        forward, s/(3h) instead of s/(6h). It is counted once here, since it is computed once.
         """
-        again = {"none": 0, "selective": self.attention_core_flops(length), "full": self.layer_flops(length)}
+        again = {
+            "none": 0,
+            "selective": self.attention_core_flops(length),
+            "full": self.layer_flops(length),
+        }
         if recompute not in again:
             raise UsageError(f"recompute {recompute}: expected one of {', '.join(RECOMPUTE)}")
         return self.model_flops(length) + self.layers * again[recompute]
 
+    def counted_flops(self, length: int, recompute: str = "none") -> dict[str, int]:
+        """Return the operations of a sequence as reports of utilization count them, by the name of
+        the convention.
+
+        6N                two operations per parameter and token forward, four backward; embeddings
+                          count, too
+        6N + attention    and attention's core for all pairs of tokens: 12 l h s for each token
+        causal attention  and attention's core for half of the pairs, those that are visible
+        with recompute    6N + attention, and what is computed again: the core, or a third of all
+                          (hardware FLOPs)
+        """
+        parameters, core = (
+            6 * length * self.active_parameters,
+            self.layers * self.attention_core_flops(length),
+        )
+        every_pair = parameters + 3 * core
+        again = {"none": 0, "selective": core, "full": every_pair // 3}
+        return {
+            "6N": parameters,
+            "6N + attention": every_pair,
+            "causal attention": parameters + 3 * core // 2,
+            "with recompute": every_pair + again[recompute],
+        }
+
 
 def utilization(flops: int, seconds: float, gpus: int, peak: float) -> float:
-    """Return flops / (seconds * gpus * peak): MFU of model FLOPs, HFU of hardware FLOPs (`peak`: FLOP/s of a GPU)."""
+    """Return flops / (seconds * gpus * peak): MFU of model FLOPs, HFU of hardware FLOPs (`peak`:
+    FLOP/s of a GPU).
+    """
     return flops / (seconds * gpus * peak)
 
 
-LLAMA = {"gated": True, "biases": False, "norm_biases": False}  # the fields in which it differs from GPT-2
+LLAMA = {
+    "gated": True,
+    "biases": False,
+    "norm_biases": False,
+}  # the fields in which it differs from GPT-2
 
 
-def _gpt(layers: int, hidden: int, heads: int, vocab_size: int = 51200, positions: int = 2048) -> ModelShape:
-    return ModelShape(layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size, positions=positions)
+def _gpt(
+    layers: int, hidden: int, heads: int, vocab_size: int = 51200, positions: int = 2048
+) -> ModelShape:
+    return ModelShape(
+        layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size, positions=positions
+    )
 
 
-def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab_size: int) -> ModelShape:
-    return ModelShape(layers, hidden, heads, vocab_size, kv_heads=kv_heads, ffn=ffn, tied=False, **LLAMA)
+def _llama(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab_size: int
+) -> ModelShape:
+    return ModelShape(
+        layers, hidden, heads, vocab_size, kv_heads=kv_heads, ffn=ffn, tied=False, **LLAMA
+    )
 
 
-# GPT-2: Radford et al. 2019. gpt3-175b: Brown et al. 2020 (vocabulary as Megatron pads it). megatron-*: Narayanan et
-# al. 2021, table 1. llama-*: Touvron et al. 2023 (arXiv 2302.13971, 2307.09288); Llama Team 2024 (arXiv 2407.21783).
-# mixtral-*: Jiang et al. 2024 (arXiv 2401.04088), and the config.json of Mixtral-8x22B-v0.1.
+# GPT-2: Radford et al. 2019. gpt3-175b: Brown et al. 2020 (vocabulary as Megatron pads it).
+# megatron-*: Narayanan et al. 2021, table 1. llama-*: Touvron et al. 2023 (arXiv 2302.13971,
+# 2307.09288); Llama Team 2024 (arXiv 2407.21783). mixtral-*: Jiang et al. 2024 (arXiv 2401.04088),
+# and the config.json of Mixtral-8x22B-v0.1.
 MODELS = {
     "gpt2": _gpt(12, 768, 12, 50257, 1024),
     "gpt2-medium": _gpt(24, 1024, 16, 50257, 1024),
@@ -251,7 +338,8 @@ STEP = re.compile(r"step-(\d{8,})")  # a checkpoint of `minipar.train --save`
 
 
 def find_model(name: str) -> ModelShape:
-    """Return a model by its name, or that of a directory: with a config.json of Hugging Face, or with checkpoints.
+    """Return a model by its name, or that of a directory: with a config.json of Hugging Face, or
+    with checkpoints.
 
     UsageError for an unknown name and for a file that describes no GPT-2, Llama or Mixtral.
     """
@@ -275,7 +363,9 @@ def find_model(name: str) -> ModelShape:
 
 
 def read_config(directory: str) -> tuple[Path, dict[str, Any]]:
-    """Return a directory's config.json and its path, or what stands for it in the newest checkpoint. UsageError."""
+    """Return a directory's config.json and its path, or what stands for it in the newest
+    checkpoint. UsageError.
+    """
     path = Path(directory) / "config.json"
     if os.path.exists(path):  # False, too, for a name that is too long
         return path, read_json(path)
@@ -286,9 +376,12 @@ def read_config(directory: str) -> tuple[Path, dict[str, Any]]:
         steps = [name for name in os.listdir(directory) if STEP.fullmatch(name)]
     except OSError as error:
         raise UsageError(f"--model {directory}: {error.strerror}") from None
-    newest = Path(directory, max(steps, key=lambda name: int(name.removeprefix("step-")), default="")) / "manifest.json"
+    last = max(steps, key=lambda name: int(name.removeprefix("step-")), default="")
+    newest = Path(directory, last) / "manifest.json"
     if not newest.exists():
-        raise UsageError(f"--model {directory}: a directory without a config.json or a checkpoint of minipar.train")
+        raise UsageError(
+            f"--model {directory}: a directory without a config.json or a checkpoint of minipar.train"
+        )
     sizes = read_json(newest).get("model")
     if not isinstance(sizes, dict):
         raise UsageError(f'{newest} lacks "model", or it is no object')

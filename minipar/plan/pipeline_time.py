@@ -15,7 +15,9 @@ MOST_ACTIONS = 60_000  # a larger schedule is not simulated: this one takes a se
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one microbatch in one stage, F, I and W, waiting for messages and gathers included."""
+    """Seconds of one microbatch in one stage, F, I and W, waiting for messages and gathers
+    included.
+    """
 
     forward: float
     backward_input: float
@@ -41,14 +43,16 @@ class SimulatedPipeline:
 
 
 def closed_form(layout: Layout, rank: StageTime, head: StageTime) -> float:
-    """Return the makespan of equal ranks, `rank` the time of all stages of one; the last rank also has the head.
+    """Return the makespan of equal ranks, `rank` the time of all stages of one; the last rank also
+    has the head.
 
-    That rank works through m microbatches, and the pipeline fills and drains around it. With F + I + W of `rank`:
+    That rank works through m microbatches, and the pipeline fills and drains around it. With F + I
+    + W of `rank`:
 
     1F1B, GPipe     (p-1)(F+I+W), exactly
     interleaved     a v-th of that (Narayanan et al. 2021, section 2.2)
-    ZB-H1           (p-1)(F+I-W) (Qi et al. 2023, section 2.1), or (p-1) F if that is longer: the first forward has to
-                    reach the last rank
+    ZB-H1           (p-1)(F+I-W) (Qi et al. 2023, section 2.1), or (p-1) F if that is longer: the
+                    first forward has to reach the last rank
     naive           every microbatch passes all ranks alone
     ZB-H2, ZBV      1F1B's, an upper bound
     """
@@ -73,11 +77,14 @@ def simulated_actions(layout: Layout) -> int:
     return each * p * min(m, 3 * p + m % p) * layout.stages_per_rank
 
 
-def simulated(layout: Layout, stages: Sequence[StageTime], hop: float = 0.0) -> SimulatedPipeline | None:
-    """Simulate a step; None if the schedule is too long. `hop`: seconds of a message that blocks neither rank.
+def simulated(
+    layout: Layout, stages: Sequence[StageTime], hop: float = 0.0
+) -> SimulatedPipeline | None:
+    """Simulate a step; None if the schedule is too long. `hop`: seconds of a message that blocks
+    neither rank.
 
-    Beyond 2p microbatches each further group of p takes the same time, so a long step is simulated at two lengths and
-    extended.
+    Beyond 2p microbatches each further group of p takes the same time, so a long step is simulated
+    at two lengths and extended.
     """
     p, m, times = layout.pp, layout.microbatches, tuple(stages)
     short = 2 * p + m % p
@@ -86,7 +93,8 @@ def simulated(layout: Layout, stages: Sequence[StageTime], hop: float = 0.0) -> 
     if m <= short + p:
         return simulate_exactly(layout.schedule, p, m, layout.virtual_stages, times, hop)
     first, second = (
-        simulate_exactly(layout.schedule, p, n, layout.virtual_stages, times, hop) for n in (short, short + p)
+        simulate_exactly(layout.schedule, p, n, layout.virtual_stages, times, hop)
+        for n in (short, short + p)
     )
     later = (second.makespan - first.makespan) * (m - short - p) / p
     return SimulatedPipeline(
@@ -100,14 +108,24 @@ def simulated(layout: Layout, stages: Sequence[StageTime], hop: float = 0.0) -> 
 def simulate_exactly(
     schedule: str, p: int, m: int, v: int, stages: tuple[StageTime, ...], hop: float
 ) -> SimulatedPipeline:
-    """Simulate all m microbatches of a schedule, however long it is. The cache needs plain arguments."""
+    """Simulate all m microbatches of a schedule, however long it is. The cache needs plain
+    arguments.
+    """
     actions = make(schedule, p, m, v if schedule == "interleaved-1f1b" else None)
     table: dict[tuple[int, str], float] = {}
     for s, stage in enumerate(stages):
-        table |= {(s, "F"): stage.forward, (s, "I"): stage.backward_input, (s, "W"): stage.backward_weight}
+        table |= {
+            (s, "F"): stage.forward,
+            (s, "I"): stage.backward_input,
+            (s, "W"): stage.backward_weight,
+        }
         table[s, "B"] = stage.backward_input + stage.backward_weight
     timeline = simulate(actions, Durations(comm=hop, table=table))
-    begins = {(slot.action.stage, slot.action.kind): float(slot.start) for row in timeline.ranks for slot in row}
+    begins = {
+        (slot.action.stage, slot.action.kind): float(slot.start)
+        for row in timeline.ranks
+        for slot in row
+    }
     gradients = "W" if actions.splits_backward else "B"
     return SimulatedPipeline(
         makespan=float(timeline.makespan),

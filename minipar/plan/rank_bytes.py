@@ -1,7 +1,8 @@
 """Bytes of one rank in a layout: what it holds (memory) and what it sends in a step (traffic).
 
-Model state: Rajbhandari et al. 2020 (parallel/memory.py). Activations: Korthikanti et al. 2022 (arXiv 2205.05198),
-equations 1 to 6, and section 4.2.3 for the microbatches in flight; 16-bit activations, one-byte dropout masks.
+Model state: Rajbhandari et al. 2020 (parallel/memory.py). Activations: Korthikanti et al. 2022
+(arXiv 2205.05198), equations 1 to 6, and section 4.2.3 for the microbatches in flight; 16-bit
+activations, one-byte dropout masks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from minipar.parallel.traffic import cp_elements
 from minipar.plan.layout import MEGATRON, Activations, Framework, Layout
 from minipar.plan.model import ModelShape
 
-# ---- parameters of a rank --------------------------------------------------------------------------------------------
+# ---- parameters of a rank ------------------------------------------------------------------------
 
 
 def embedding_rows(model: ModelShape, tp: int) -> int:
@@ -23,17 +24,22 @@ def embedding_rows(model: ModelShape, tp: int) -> int:
 
 
 def replicated_parameters(model: ModelShape) -> int:
-    """Return the parameters of a layer that every tp rank has: norms, biases of row-parallel layers, the router."""
+    """Return the parameters of a layer that every tp rank has: norms, biases of row-parallel
+    layers, the router.
+    """
     return 2 * model.norm_parameters + (2 * model.hidden if model.biases else 0) + model.router
 
 
 def layer_experts(model: ModelShape, tp: int, ep: int) -> int:
-    """Return the parameters of one layer's experts on a rank: 1/ep of the experts, and 1/tp of each."""
+    """Return the parameters of one layer's experts on a rank: 1/ep of the experts, and 1/tp of
+    each.
+    """
     return (model.experts or 0) // ep * -(-model.expert_parameters // tp)
 
 
 def layer_state(model: ModelShape, tp: int, ep: int) -> int:
-    """Return the parameters of one layer on a rank: matrices and biases of column-parallel layers are divided by tp.
+    """Return the parameters of one layer on a rank: matrices and biases of column-parallel layers
+    are divided by tp.
 
     With fewer heads of keys than ranks, each rank has a copy of one.
     """
@@ -43,23 +49,35 @@ def layer_state(model: ModelShape, tp: int, ep: int) -> int:
 
 
 def rank_experts(model: ModelShape, layout: Layout) -> int:
-    """Return those of `rank_parameters` that not all ranks of dp x cp have: experts, where ep > 1."""
-    return layout.layers_per_rank(model) * layer_experts(model, layout.tp, layout.ep) if layout.ep > 1 else 0
+    """Return those of `rank_parameters` that not all ranks of dp x cp have: experts, where ep >
+    1.
+    """
+    return (
+        layout.layers_per_rank(model) * layer_experts(model, layout.tp, layout.ep)
+        if layout.ep > 1
+        else 0
+    )
 
 
 def rank_parameters(model: ModelShape, layout: Layout) -> int:
-    """Return the parameters of the first pipeline rank, which has most; without a pipeline of every rank.
+    """Return the parameters of the first pipeline rank, which has most; without a pipeline of every
+    rank.
 
-    It holds the embeddings and its layers; without a pipeline also the last norm and an output head that is not tied.
+    It holds the embeddings and its layers; without a pipeline also the last norm and an output head
+    that is not tied.
     """
     embedding = embedding_rows(model, layout.tp) + model.positions * model.hidden
-    parameters = embedding + layout.layers_per_rank(model) * layer_state(model, layout.tp, layout.ep)
+    parameters = embedding + layout.layers_per_rank(model) * layer_state(
+        model, layout.tp, layout.ep
+    )
     if layout.pp == 1:
-        parameters += model.norm_parameters + (0 if model.tied else embedding_rows(model, layout.tp))
+        parameters += model.norm_parameters + (
+            0 if model.tied else embedding_rows(model, layout.tp)
+        )
     return parameters
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -77,14 +95,17 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def layer_activations(model: ModelShape, layout: Layout, length: int, kept: Activations = MEGATRON.kept) -> float:
+def layer_activations(
+    model: ModelShape, layout: Layout, length: int, kept: Activations = MEGATRON.kept
+) -> float:
     """Return the bytes that one layer keeps of one microbatch for backward.
 
-    GPT-2 with s tokens, b samples, a heads: s b h (10 + 24/t + 5as/(ht)) under tensor parallelism over t ranks; with
-    sequence parallelism s b h (34 + 5as/h) / t. "selective" recomputation and flash attention drop the 5as/h, and
-    "full" recomputation keeps the input alone, 2 s b h. Context parallelism divides all of it by c. Of a Mixtral the
-    MLP's part counts for each of a token's k experts: with routing that is uniform a rank's experts get k rows for each
-    of its tokens, whatever ep.
+    GPT-2 with s tokens, b samples, a heads: s b h (10 + 24/t + 5as/(ht)) under tensor parallelism
+    over t ranks; with sequence parallelism s b h (34 + 5as/h) / t. "selective" recomputation and
+    flash attention drop the 5as/h, and "full" recomputation keeps the input alone, 2 s b h. Context
+    parallelism divides all of it by c. Of a Mixtral the MLP's part counts for each of a token's k
+    experts: with routing that is uniform a rank's experts get k rows for each of its tokens,
+    whatever ep.
     """
     h, t, slices = model.hidden, layout.tp, layout.sequence_slices
     tokens = layout.tokens(length) * layout.precision.parameters
@@ -101,9 +122,11 @@ def layer_activations(model: ModelShape, layout: Layout, length: int, kept: Acti
 
 
 def in_flight(layout: Layout) -> Fraction | int:
-    """Return the microbatches whose activations the first rank keeps, each counted as all of the rank's layers.
+    """Return the microbatches whose activations the first rank keeps, each counted as all of the
+    rank's layers.
 
-    GPipe: m. 1F1B: min(m, p). Interleaved: min(m, p (1 + (p - 1)/(p v))), Narayanan et al. 2021. ZB-H2: 2p - 1.
+    GPipe: m. 1F1B: min(m, p). Interleaved: min(m, p (1 + (p - 1)/(p v))), Narayanan et al. 2021.
+    ZB-H2: 2p - 1.
     """
     p, m, v = layout.pp, layout.microbatches, layout.virtual_stages
     match layout.schedule:
@@ -119,37 +142,87 @@ def in_flight(layout: Layout) -> Fraction | int:
             return min(m, p)
 
 
-def memory(model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON) -> Memory:
-    """Return the peak memory of the rank that needs most.
-
-    Where gradients are reduced after each microbatch (Framework.every_microbatch), no rank keeps whole gradients from
-    ZeRO stage 2 on, as in DeepSpeed. Otherwise microbatches accumulate in whole gradients next to the rank's shard.
+def in_flight_last(layout: Layout) -> Fraction | int:
+    """Return the microbatches in flight on the last rank, next to its logits: 1, interleaved min(m,
+    p - (p - 1)/v).
     """
-    precision, kept = layout.precision, framework.kept
-    psi, layer = rank_parameters(model, layout), layer_state(model, layout.tp, layout.ep)
-    experts = rank_experts(model, layout)
-    accumulating = layout.microbatches > 1 and not framework.every_microbatch
-    copy = framework.gradient_copy * (psi - experts) / (layout.shards if layout.zero >= 2 else 1)
-    copy += framework.gradient_copy * experts / (layout.expert_shards if layout.zero >= 2 else 1)
-    own = Fraction(psi - experts, layout.shards) + Fraction(experts, layout.expert_shards)
-    state = model_state(psi, own, layout.zero, precision, accumulating)
+    if layout.schedule != "interleaved-1f1b":
+        return 1
+    return min(
+        Fraction(layout.microbatches), layout.pp - Fraction(layout.pp - 1, layout.virtual_stages)
+    )
 
-    layers, layer_bytes = layout.layers_per_rank(model), layer_activations(model, layout, length, kept)
-    tokens = layout.tokens(length) * precision.parameters
+
+def memory(
+    model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON
+) -> Memory:
+    """Return the peak memory of the rank that needs most."""
+    state = rank_state(model, layout, framework)
+    activations, peak = kept_activations(model, layout, length, framework.kept)
+    return Memory(
+        parameters=state.parameters,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        activations=activations,
+        buffers=framework.overhead
+        + peak
+        - activations
+        + moment_buffers(model, layout, length, framework.kept),
+    )
+
+
+def rank_state(model: ModelShape, layout: Layout, framework: Framework) -> Memory:
+    """Return the bytes of parameters, gradients and optimizer state of the first pipeline rank.
+
+    Where gradients are reduced after each microbatch (Framework.every_microbatch), no rank keeps
+    whole gradients from ZeRO stage 2 on, as in DeepSpeed. Otherwise microbatches accumulate in
+    whole gradients next to the rank's shard.
+    """
+    psi, experts = rank_parameters(model, layout), rank_experts(model, layout)
+    own = Fraction(psi - experts, layout.shards) + Fraction(experts, layout.expert_shards)
+    accumulating = layout.microbatches > 1 and not framework.every_microbatch
+    state = model_state(psi, own, layout.zero, layout.precision, accumulating)
+    copied = own if layout.zero >= 2 else psi
+    return Memory(
+        parameters=float(state.parameters),
+        gradients=float(state.gradients) + framework.gradient_copy * float(copied),
+        optimizer=float(state.optimizer),
+        activations=0.0,
+        buffers=0.0,
+    )
+
+
+def kept_activations(
+    model: ModelShape, layout: Layout, length: int, kept: Activations
+) -> tuple[float, float]:
+    """Return (bytes of the first rank's activations, those of the fullest rank with its logits).
+
+    Every stage keeps its input and its output; the first rank's first stage has no input. GPipe's
+    other ranks hold as many microbatches as the first. The last rank has fewer in flight, and the
+    logits.
+    """
+    tokens = layout.tokens(length) * layout.precision.parameters
     hidden = tokens * model.hidden / layout.sequence_slices
     logits = kept.head * hidden + kept.logits * tokens * model.vocab_size / layout.tp
+    layers = layout.layers_per_rank(model) * layer_activations(model, layout, length, kept)
     flying = float(in_flight(layout))
     if layout.pp == 1:
-        activations = flying * layers * layer_bytes
-        peak = activations + logits
-    else:
-        # Every stage keeps its input and its output; the first rank's first stage has no input. GPipe's other ranks
-        # hold as many microbatches as the first. The last rank has one microbatch in flight, and the logits.
-        ends = 2 * layout.stages_per_rank - (0 if layout.schedule == "gpipe" else 1)
-        activations = flying * layers * layer_bytes + kept.boundary * hidden * (flying * ends)
-        peak = max(activations, layers * layer_bytes + logits)
+        return flying * layers, flying * layers + logits
+    ends = 2 * layout.stages_per_rank - (0 if layout.schedule == "gpipe" else 1)
+    first = flying * layers + kept.boundary * hidden * (flying * ends)
+    return first, max(first, float(in_flight_last(layout)) * layers + logits)
 
-    buffers = framework.overhead + peak - activations + kept.moving * hidden + kept.moving_whole * tokens * model.hidden
+
+def moment_buffers(model: ModelShape, layout: Layout, length: int, kept: Activations) -> float:
+    """Return the bytes that exist for a moment, but for the logits: a gathered unit, a recomputed
+    layer, attention's.
+    """
+    precision, layer = layout.precision, layer_state(model, layout.tp, layout.ep)
+    tokens = layout.tokens(length) * precision.parameters
+    buffers = (
+        kept.moving * tokens * model.hidden / layout.sequence_slices
+        + kept.moving_whole * tokens * model.hidden
+    )
     if layout.recompute == "full":
         buffers += layer_activations(model, replace(layout, recompute="none"), length, kept)
     if layout.zero == 3:  # the parameters of the unit that computes, and of the next one
@@ -157,27 +230,27 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
     if layout.zero >= 2:
         buffers += 2 * precision.gradients * layer
     if layout.cp > 1:  # by then backward has freed the activations of the layer's MLP
-        freed = tokens * (kept.gated if model.gated else kept.inner) * model.active_inner / layout.tp
+        freed = (
+            tokens * (kept.gated if model.gated else kept.inner) * model.active_inner / layout.tp
+        )
         buffers += max(0.0, precision.parameters * context_buffer(model, layout, length) - freed)
-    return Memory(
-        parameters=float(state.parameters),
-        gradients=float(state.gradients + copy),
-        optimizer=float(state.optimizer),
-        activations=activations,
-        buffers=buffers,
-    )
+    return buffers
 
 
 def kv_columns(model: ModelShape, tp: int) -> int:
-    """Return the columns of keys on a tp rank, as many as of values: h_kv/t, or one head's where ranks hold copies."""
+    """Return the columns of keys on a tp rank, as many as of values: h_kv/t, or one head's where
+    ranks hold copies.
+    """
     return model.rank_heads(tp)[1] * (model.hidden // model.heads)
 
 
 def context_buffer(model: ModelShape, layout: Layout, length: int) -> int:
-    """Return the elements that attention over cp > 1 ranks holds for a moment in backward, with u = b s/c tokens.
+    """Return the elements that attention over cp > 1 ranks holds for a moment in backward, with u =
+    b s/c tokens.
 
-    Ring: 8 u h_kv, keys and values of this step and of the next, their gradients sent and arriving. All-gather: 4 c u
-    h_kv, all keys and values and their gradients. Ulysses: 2 u (h + 2 h_kv), what is sent and what arrives.
+    Ring: 8 u h_kv, keys and values of this step and of the next, their gradients sent and arriving.
+    All-gather: 4 c u h_kv, all keys and values and their gradients. Ulysses: 2 u (h + 2 h_kv), what
+    is sent and what arrives.
     """
     u, h_kv = layout.tokens(length), kv_columns(model, layout.tp)
     if layout.context_parallel == "ulysses":
@@ -185,12 +258,14 @@ def context_buffer(model: ModelShape, layout: Layout, length: int) -> int:
     return (8 if layout.context_parallel == "ring" else 4 * layout.cp) * u * h_kv
 
 
-# ---- traffic ---------------------------------------------------------------------------------------------------------
+# ---- traffic -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes that one rank sends in a step, by mesh axis. They are fractions, so that nothing is rounded."""
+    """Bytes that one rank sends in a step, by mesh axis. They are fractions, so that nothing is
+    rounded.
+    """
 
     tp: Fraction
     pp: Fraction
@@ -199,28 +274,34 @@ class Volume:
     ep: Fraction
 
 
-def volume(model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON) -> Volume:
-    """Return the bytes that a rank in the middle of the pipeline sends (over dp: the first, which has most parameters).
+def volume(
+    model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON
+) -> Volume:
+    """Return the bytes that a rank in the middle of the pipeline sends (over dp: the first, which
+    has most parameters).
 
-    With b samples of s tokens in a microbatch, m microbatches, l layers on the rank, psi parameters on the rank:
+    With b samples of s tokens in a microbatch, m microbatches, l layers on the rank, psi parameters
+    on the rank:
 
-    tp   8 b s h (t-1)/t elements for each layer and microbatch, 12 with full recompute (Narayanan et al. 2021, section
-         3.2; the same with sequence parallelism, Korthikanti et al. 2022, section 4.2.2). NB: with sequence parallelism
-         Megatron gathers the inputs of column layers once more in backward; that is not counted.
-         With copies of heads also 2 h h_kv (c-1)/c gradients of keys, and of values, for each layer, summed over the c
-         ranks that have the same.
-    pp   2 b s h for each microbatch and stage of the rank, forward and back, divided by t where each tp rank sends its
-         part (Narayanan et al., section 4.1). The tied embedding's gradient, V h / t on the first and the last rank, is
-         not counted.
-    dp   (d-1)/d times: 2 psi elements at ZeRO stages 0 and 1; 2 psi at stage 2 and (2 m + 1) psi at stage 3, or
-         (m + 1) psi and 3 m psi where gradients are reduced after every microbatch (Rajbhandari et al. 2020, section 7,
-         for m = 1). With q replicas of the shards d is s = d/q, and 2 psi/s (q-1)/q are summed between replicas at
-         each reduction. d counts the ranks of dp x cp. For the experts it is d/P, the ranks that hold the same ones.
-    cp   the elements of parallel/traffic.py for each layer and microbatch, forward twice with full recompute. Context
-         parallelism divides s by c in the lines above.
-    ep   4 k b s h (P-1)/P elements for each layer and microbatch, if tokens are spread evenly: rows to their experts
-         and results back, forward and backward, 6 with full recompute. Before each dispatch E (P-1)/P counts of 8
-         bytes. Each tp rank sends whole rows.
+    tp   8 b s h (t-1)/t elements for each layer and microbatch, 12 with full recompute (Narayanan
+         et al. 2021, section 3.2; the same with sequence parallelism, Korthikanti et al. 2022,
+         section 4.2.2). NB: with sequence parallelism Megatron gathers the inputs of column layers
+         once more in backward; that is not counted. With copies of heads also 2 h h_kv (c-1)/c
+         gradients of keys, and of values, for each layer, summed over the c ranks that have the
+         same.
+    pp   2 b s h for each microbatch and stage of the rank, forward and back, divided by t where
+         each tp rank sends its part (Narayanan et al., section 4.1). The tied embedding's gradient,
+         V h / t on the first and the last rank, is not counted.
+    dp   (d-1)/d times: 2 psi elements at ZeRO stages 0 and 1; 2 psi at stage 2 and (2 m + 1) psi at
+         stage 3, or (m + 1) psi and 3 m psi where gradients are reduced after every microbatch
+         (Rajbhandari et al. 2020, section 7, for m = 1). With q replicas of the shards d is s =
+         d/q, and 2 psi/s (q-1)/q are summed between replicas at each reduction. d counts the ranks
+         of dp x cp. For the experts it is d/P, the ranks that hold the same ones.
+    cp   the elements of parallel/traffic.py for each layer and microbatch, forward twice with full
+         recompute. Context parallelism divides s by c in the lines above.
+    ep   4 k b s h (P-1)/P elements for each layer and microbatch, if tokens are spread evenly: rows
+         to their experts and results back, forward and backward, 6 with full recompute. Before each
+         dispatch E (P-1)/P counts of 8 bytes. Each tp rank sends whole rows.
 
     parallel/traffic.py has minipar's traffic to the byte; these are the papers' formulas.
     """
@@ -236,7 +317,9 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
         slices = t if framework.scattered_hops else layout.sequence_slices
         pp = Fraction(2 * hidden, slices) * m * layout.stages_per_rank
     reductions = m if framework.every_microbatch else 1
-    gathers, reductions = {0: (0, 2), 1: (1, 1), 2: (1, reductions), 3: (2 * m, reductions)}[layout.zero]
+    gathers, reductions = {0: (0, 2), 1: (1, 1), 2: (1, reductions), 3: (2 * m, reductions)}[
+        layout.zero
+    ]
     width = gathers * layout.precision.parameters + reductions * layout.precision.gradients
     psi, experts = rank_parameters(model, layout), rank_experts(model, layout)
     dp = Fraction(width * (psi - experts) * (s - 1), s)
@@ -245,7 +328,9 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
     columns = model.hidden // t, kv_columns(model, t)
     moved, summed = cp_elements(layout.context_parallel, layout.cp, layout.tokens(length), *columns)
     moved *= 3 if layout.recompute == "full" else 2
-    cp = Fraction((moved + summed) * layout.precision.parameters) * m * layout.layers_per_rank(model)
+    cp = (
+        Fraction((moved + summed) * layout.precision.parameters) * m * layout.layers_per_rank(model)
+    )
     rows, counts = expert_bytes(model, layout, length)
     forwards = 2 if layout.recompute == "full" else 1
     ep = Fraction((2 * rows * (forwards + 1) + counts * forwards) * (layout.ep - 1), layout.ep)
@@ -254,7 +339,10 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
 
 
 def expert_bytes(model: ModelShape, layout: Layout, length: int) -> tuple[int, int]:
-    """Return the bytes of a microbatch's rows, k b s h elements, and of their counts, 8 for each expert, if ep > 1."""
+    """Return the bytes of a microbatch's rows, k b s h elements, and of their counts, 8 for each
+    expert, if ep > 1.
+    """
     if layout.ep == 1 or model.experts is None:
         return 0, 0
-    return model.top_k * layout.tokens(length) * model.hidden * layout.precision.parameters, 8 * model.experts
+    rows = model.top_k * layout.tokens(length) * model.hidden
+    return rows * layout.precision.parameters, 8 * model.experts

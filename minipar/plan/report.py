@@ -1,35 +1,27 @@
-"""The result of a search as a table for the terminal and as JSON, and why the slower plans are slower."""
+"""The result of a search as a table and as JSON, and why the slower plans are slower."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from minipar.errors import UsageError
-from minipar.plan.cluster import Cluster, Evidence
 from minipar.plan.command import train_command
-from minipar.plan.layout import PRECISIONS, Layout
-from minipar.plan.model import MOST, ModelShape
-from minipar.plan.search import Plan, SearchResult, SearchSpace
+from minipar.plan.layout import Layout
+from minipar.plan.model import utilization
+from minipar.plan.request import Request, assumptions
+from minipar.plan.search import Plan, SearchResult
 
 SHOWN_MESHES = 200  # in the JSON
 SETTINGS = "dp cp ep tp pp ZeRO microbatch schedule recompute SP".split()
 MEMORY = "parameters gradients optimizer activations buffers total".split()
-MESH_SETTINGS = ("dp", "cp", "ep", "tp", "pp", "zero_stage", "recompute")  # the JSON shows these for each mesh
+MESH_SETTINGS = "dp cp ep tp pp zero_stage recompute".split()  # the JSON shows these for each mesh
 SECONDS = "compute tp cp ep pp dp bubble update total TFLOP/s/GPU HFU MFU".split()
 AXES = "tp cp ep pp dp".split()  # the bytes sent are listed by axis
 BYTE_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 NAMED_SHARE = 0.1  # a difference with a smaller share of the gap between two plans is not named
-CONTEXT = (
-    "cp: the ring's messages hide behind the products of its steps, but for the last one; gathers and all-to-alls are "
-    "waited for; gradients are summed, and ZeRO shards, over dp x cp"
-)
-EXPERTS = (
-    "ep: tokens are spread evenly over the experts; every all-to-all is waited for, its messages one after the other "
-    "on a GPU's own link, and each tp rank sends whole rows; ZeRO shards experts over dp x cp / ep"
-)
 PARTS = {
     "compute": "computation (recomputed, in smaller products, or with more layers on the fullest rank)",
     "tp": "tensor-parallel communication",
@@ -40,39 +32,6 @@ PARTS = {
     "bubble": "pipeline bubble",
     "optimizer": "the optimizer's update",
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """The question that a user asked; `name`, `gpu` and `program` are the names as the user wrote them."""
-
-    name: str
-    model: ModelShape
-    gpu: str
-    program: str
-    evidence: Evidence
-    cluster: Cluster
-    global_batch: int
-    length: int
-    space: SearchSpace
-
-    @property
-    def precision(self) -> str:
-        return next(name for name, widths in PRECISIONS.items() if widths == self.space.precision)
-
-    @property
-    def tokens(self) -> int:
-        return self.global_batch * self.length
-
-    @property
-    def tries_cp(self) -> bool:
-        """Return whether the search has layouts with context parallelism."""
-        return max(self.space.context_sizes(self.length)) > 1
-
-    @property
-    def tries_ep(self) -> bool:
-        """Return whether the search has layouts with expert parallelism."""
-        return max(self.space.expert_sizes(self.model, 0, MOST)) > 1
 
 
 def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
@@ -97,13 +56,26 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
         "gpu": {"name": request.gpu, **asdict(cluster.gpu)},
         "program": request.program,
         "spread": request.evidence.spread,
-        "tied": [1 + result.plans.index(plan) for plan in tied(result.plans, request.evidence.spread)],
+        "tied": [
+            1 + result.plans.index(plan) for plan in tied(result.plans, request.evidence.spread)
+        ],
         "global_batch": request.global_batch,
         "seq_len": length,
         "tokens_per_step": request.tokens,
-        "assumptions": {**asdict(cluster.assumptions), "precision": request.precision, "text": text},
-        "search": {"layouts": result.examined, "fitting": result.fitting, "simulated": _simulated(result)},
-        "plans": [_plan_json(request, rank, plan, winner) for rank, plan in enumerate(result.plans, start=1)],
+        "assumptions": {
+            **asdict(cluster.assumptions),
+            "precision": request.precision,
+            "text": text,
+        },
+        "search": {
+            "layouts": result.examined,
+            "fitting": result.fitting,
+            "simulated": _simulated(result),
+        },
+        "plans": [
+            _plan_json(request, rank, plan, winner)
+            for rank, plan in enumerate(result.plans, start=1)
+        ],
         "meshes": [
             {name: _settings_json(candidate.layout)[name] for name in MESH_SETTINGS}
             | {"seconds": candidate.seconds, "memory_bytes": candidate.nbytes}
@@ -114,10 +86,15 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
 
 def _settings_json(layout: Layout) -> dict[str, Any]:
     """Return a layout's settings by the names of the command line."""
-    settings = {name: value for name, value in vars(layout).items() if name not in ("zero", "precision")}
+    settings = {
+        name: value for name, value in vars(layout).items() if name not in ("zero", "precision")
+    }
     if layout.cp == 1:
         settings |= {"context_parallel": None, "cp_order": None}
-    return settings | {"zero_stage": layout.zero, "schedule": layout.schedule if layout.pp > 1 else None}
+    return settings | {
+        "zero_stage": layout.zero,
+        "schedule": layout.schedule if layout.pp > 1 else None,
+    }
 
 
 def _simulated(result: SearchResult) -> int:
@@ -132,10 +109,13 @@ def _plan_json(request: Request, rank: int, plan: Plan, winner: Plan) -> dict[st
         **_settings_json(plan.layout),
         "memory_bytes": {**asdict(plan.memory), "total": plan.memory.total},
         "seconds": {**seconds, "total": plan.time.total},
-        "seconds_from_to": [(1 + sign * request.evidence.spread) * plan.time.total for sign in (-1, 1)],
+        "seconds_from_to": [
+            (1 + sign * request.evidence.spread) * plan.time.total for sign in (-1, 1)
+        ],
         "simulated": exact,
         "communication_bytes": {axis: float(nbytes) for axis, nbytes in vars(plan.volume).items()},
         "mfu": plan.mfu,
+        "mfu_counted": counted_mfu(request, plan),
         "hfu": plan.hfu,
         "tflops_per_gpu": plan.tflops,
         "tokens_per_second": request.tokens / plan.time.total,
@@ -143,44 +123,22 @@ def _plan_json(request: Request, rank: int, plan: Plan, winner: Plan) -> dict[st
     }
 
 
-def assumptions(request: Request) -> list[str]:
-    """Return the assumptions of the predictions in sentences."""
-    a, gpu, widths = request.cluster.assumptions, request.cluster.gpu, request.space.precision
-    framework = request.cluster.framework
-    copy = f" + {framework.gradient_copy:g}" if framework.gradient_copy else ""
-    hidden = (
-        "backward's hide behind weight gradients (not in zb schedules)" if framework.hidden_sums else "backward too"
-    )
-    waited = "every message is waited for" if framework.blocking_hops else "messages travel next to computation"
-    updated = "updated parameters of stages 1 and 2 behind the next forward, " if framework.gathers_ahead else ""
-    reduced = "hide behind backward" if framework.hidden_reductions else "are reduced after backward"
-    often = "for every microbatch" if framework.every_microbatch else "once"
-    host = [f"the host launches a layer's kernels, forward and backward, in {a.host_layer * 1e3:.1f} ms per microbatch"]
-    return [
-        f"{request.gpu}: {gpu.peak / 1e12:.0f} TFLOP/s dense 16-bit, {gpu.memory / 1e9:.0f} GB at "
-        f"{gpu.memory_bandwidth / 1e9:.0f} GB/s; to each GPU {gpu.inside / 1e9:.0f} GB/s inside a host and "
-        f"{gpu.between / 1e9:.4g} GB/s between hosts (one direction)",
-        f"of these {request.program} gets {a.products:.0%} in large products, {a.copies:.0%} in elementwise kernels, "
-        f"{a.links:.0%} on links inside a host and {a.links * a.cards:.0%} between; a message starts in "
-        f"{a.alpha_inside * 1e6:.1f} us inside and {a.alpha_between * 1e6:.0f} us between hosts; {a.memory_used:.0%} "
-        "of memory can be used",
-        f"{request.precision}: {widths.parameters} + {widths.gradients}{copy} + {widths.optimizer} bytes per parameter "
-        "(weights, gradients, AdamW), 16-bit activations; "
-        + ("attention's scores are stored" if request.space.attention == "stored" else "flash attention")
-        + " (--precision and --attention choose)",
-        f"tp: forward waits for its sums, {hidden}; pp: {waited}",
-        *([CONTEXT] if request.tries_cp else []),
-        *([EXPERTS] if request.tries_ep else []),
-        f"dp: gradients {reduced}, stage 3's gathers hide behind all computation, {updated}and take "
-        f"{a.contention:.0%} of the hidden time from it; from stage 2 on gradients travel {often}",
-        *(host if a.host_layer else []),
-        request.evidence.text,
-        "attention counts all pairs of tokens; data loading, checkpoints, stragglers, failures: not counted",
-    ]
+def counted_mfu(request: Request, plan: Plan) -> dict[str, float]:
+    """Return a plan's utilization by each convention of `ModelShape.counted_flops`."""
+    cluster = request.cluster
+    counted = request.model.counted_flops(request.length, plan.layout.recompute)
+    shares = {}
+    for name, flops in counted.items():
+        shares[name] = utilization(
+            request.global_batch * flops, plan.time.total, cluster.gpus, cluster.gpu.peak
+        )
+    return shares
 
 
 def as_text(request: Request, result: SearchResult) -> str:
-    """Return tables of the plans, the assumptions above them, and below them why the slower plans are slower."""
+    """Return tables of the plans, the assumptions above them, and below them why the slower plans
+    are slower.
+    """
     model, cluster, plans = request.model, request.cluster, result.plans
     memory = unit_of([plan.memory.total for plan in plans], BYTE_UNITS)
     time = unit_of([plan.time.total for plan in plans], TIME_UNITS)
@@ -190,7 +148,9 @@ def as_text(request: Request, result: SearchResult) -> str:
         active = f", of which a token uses {model.active_parameters:,}"
         experts = f", {model.top_k} of {model.experts} experts"
     spread = request.evidence.spread
-    rows = [[*_times(plan, spread, TIME_UNITS[time]), *_sent(plan, BYTE_UNITS[sent])] for plan in plans]
+    rows = [
+        [*_times(plan, spread, TIME_UNITS[time]), *_sent(plan, BYTE_UNITS[sent])] for plan in plans
+    ]
     lines = [
         f"{request.name}: {model.parameters:,} parameters{active}, {model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads{experts}",
@@ -212,26 +172,43 @@ def as_text(request: Request, result: SearchResult) -> str:
         "count what is recomputed, MFU does not):",
         *_numbered(request, [*SECONDS, *(f"{sent} {axis}" for axis in AXES)], rows),
         "",
+        "MFU of 1. as others count it (N: the parameters that a token uses):",
+        *_counted_table(request, plans[0]),
+        "",
         _ties(plans, request.evidence.spread),
     ]
-    lines += [f"{rank}. {why(plans[0], plan)}" for rank, plan in enumerate(plans, start=1) if rank > 1]
+    lines += [
+        f"{rank}. {why(plans[0], plan)}" for rank, plan in enumerate(plans, start=1) if rank > 1
+    ]
     if _simulated(result) < len(plans):
         lines.append("(~: too long to simulate; the schedule's closed form)")
     lines += ["", *_command(request, plans[0])]
     return "\n".join(lines)
 
 
+def _counted_table(request: Request, plan: Plan) -> list[str]:
+    counted = counted_mfu(request, plan)
+    return table(list(counted), [[_percent(share) for share in counted.values()]])
+
+
 def _command(request: Request, plan: Plan) -> list[str]:
-    """Return lines with the command line that trains the fastest plan here, to copy, or why there is none."""
+    """Return lines with the command line that trains the fastest plan here, to copy, or why there
+    is none.
+    """
     try:
         command = train_command(request.name, request.model, plan.layout, request.length)
     except UsageError as error:
         return [f"minipar.train cannot run 1.: {error}"]
-    return ["The flags of 1. for minipar.train, which runs it on so many ranks of this machine:", f"  {command}"]
+    return [
+        "The flags of 1. for minipar.train, which runs it on so many ranks of this machine:",
+        f"  {command}",
+    ]
 
 
 def unit_of(values: Sequence[float], units: Mapping[str, float]) -> str:
-    """Return the largest of these units, largest first, that is not above the largest value; else the smallest."""
+    """Return the largest of these units, largest first, that is not above the largest value; else
+    the smallest.
+    """
     largest = max(values)
     fitting = [name for name, size in units.items() if size <= largest]
     return fitting[0] if fitting else list(units)[-1]
@@ -286,7 +263,9 @@ def _sent(plan: Plan, unit: float) -> list[str]:
 
 
 def _numbered(request: Request, names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table of the plans, without cp's and ep's columns where the search has none."""
+    """Return the lines of a table of the plans, without cp's and ep's columns where the search has
+    none.
+    """
     tries = {"cp": request.tries_cp, "ep": request.tries_ep}
     hidden = [axis for axis in tries if not tries[axis]]
     shown = [i for i, name in enumerate(names) if name.split()[-1] not in hidden]  # also "GB cp"
@@ -298,10 +277,13 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table, its columns aligned to the right below their names."""
     cells = [names, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
 
 
-# ---- ties, and why the others are slower -----------------------------------------------------------------------------
+# ---- ties, and why the others are slower ---------------------------------------------------------
 
 
 def tied(plans: Sequence[Plan], spread: float) -> list[Plan]:
@@ -315,9 +297,11 @@ def tied(plans: Sequence[Plan], spread: float) -> list[Plan]:
 
 
 def complexity(layout: Layout) -> tuple[bool, int]:
-    """Return what makes a layout less simple: whether it has a pipeline, and how many axes are longer than 1.
+    """Return what makes a layout less simple: whether it has a pipeline, and how many axes are
+    longer than 1.
 
-    NB: memory does not count. Among the Playbook's runs the one with least memory is mostly slower than its ties.
+    NB: memory does not count. Among the Playbook's runs the one with least memory is mostly slower
+    than its ties.
     """
     return layout.pp > 1, sum(size > 1 for size in layout.axes)
 
@@ -328,8 +312,15 @@ def why(winner: Plan, loser: Plan) -> str:
     unit = TIME_UNITS[name]
     gap = loser.time.total - winner.time.total
     more = {part: getattr(loser.time, part) - getattr(winner.time, part) for part in PARTS}
-    named = sorted((part for part in PARTS if abs(more[part]) > NAMED_SHARE * gap), key=lambda part: -abs(more[part]))
-    worse = [f"{more[part] / unit:.3g} {name} more of {PARTS[part]}" for part in named if more[part] > 0]
-    better = [f"{-more[part] / unit:.3g} {name} less of {PARTS[part]}" for part in named if more[part] < 0]
+    named = sorted(
+        (part for part in PARTS if abs(more[part]) > NAMED_SHARE * gap),
+        key=lambda part: -abs(more[part]),
+    )
+    worse = [
+        f"{more[part] / unit:.3g} {name} more of {PARTS[part]}" for part in named if more[part] > 0
+    ]
+    better = [
+        f"{-more[part] / unit:.3g} {name} less of {PARTS[part]}" for part in named if more[part] < 0
+    ]
     against = f", against {', '.join(better)}" if better else ""
     return f"{gap / unit:.3g} {name} slower ({gap / winner.time.total:.1%}): {', '.join(worse)}{against}"

@@ -1,7 +1,8 @@
 """Short ways to write layouts and clusters in the planner's tests."""
 
-from minipar.plan.cluster import GPUS, PROGRAMS, Cluster
+from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import Layout
+from minipar.plan.programs import PROGRAMS
 
 
 def layout(**given):

@@ -20,14 +20,18 @@ MUTANTS = [
         ("cluster: an A100's network in bits", "between=25 * GB", "between=200 * GB"),
     ),
     *mistakes(
-        "minipar/plan/compute.py",
+        "minipar/plan/gpu_time.py",
         "plan/test_compute.py plan/test_step_time.py",
         (
             "compute: the half work counts once for all products",
-            "a.half_work * count * t / flops",
-            "a.half_work * t / flops",
+            "return (flops / t + a.half_work * count) / rate",
+            "return (flops / t + a.half_work) / rate",
         ),
         ("compute: full recomputation is free", '"full": forward}', '"full": 0.0}'),
+    ),
+    *mistakes(
+        "minipar/plan/compute.py",
+        "plan/test_compute.py plan/test_step_time.py",
         ("compute: a layer's sums in one direction", "layer_sums = 4 * tp.gather", "layer_sums = 2 * tp.gather"),
         (
             "compute: ZeRO all-reduces its gradients",
@@ -36,13 +40,17 @@ MUTANTS = [
         ),
     ),
     *mistakes(
-        "minipar/plan/compute.py",
+        "minipar/plan/gpu_time.py",
         "plan/test_context.py",
         (
             "compute: contiguous order wastes nothing",
             'cp_order == "zigzag" else 2) /',
             'cp_order == "zigzag" else 1) /',
         ),
+    ),
+    *mistakes(
+        "minipar/plan/compute.py",
+        "plan/test_context.py",
         ("compute: the gradients' last hop hides", "return max(now, gradient)", "return now"),
         ("compute: an all-gather's backward gathers once", "return gather, 2 * gather", "return gather, gather"),
     ),
@@ -74,12 +82,12 @@ MUTANTS = [
             "+ Fraction(experts, layout.expert_shards)",
             "+ Fraction(experts, layout.shards)",
         ),
-        ("bytes: a token has one row", "return model.top_k * layout.tokens(length)", "return layout.tokens(length)"),
+        ("bytes: a token has one row", "rows = model.top_k * layout.tokens(length)", "rows = layout.tokens(length)"),
     ),
     *mistakes(
-        "minipar/plan/search.py",
+        "minipar/plan/space.py",
         "plan/test_experts.py",
-        ("search: ep leaves the host unasked", "and ep <= max(1, near)]", "]"),
+        ("search: ep leaves the host unasked", " and ep <= max(1, near)", ""),
     ),
     *mistakes(
         "minipar/plan/model.py",
@@ -94,8 +102,8 @@ MUTANTS = [
         ("model: the head is always tied", "(1 if self.tied else 2)", "1"),
         (
             "model: a token passes all experts",
-            "self.router + self.top_k * self",
-            "self.router + (self.experts or 1) * self",
+            "+ self.top_k * self.expert_parameters",
+            "+ (self.experts or 1) * self.expert_parameters",
         ),
     ),
     *mistakes(
@@ -127,18 +135,30 @@ MUTANTS = [
             "seconds > best[layout.axes].seconds",
         ),
         ("search: plans in the closed form's order", "plans.sort(key=lambda plan: plan.time.total)", "pass"),
-        ("search: a long sequence is cut to the last token", "length // LEAST_TOKENS + 1", "length + 1"),
         ("search: TFLOP/s of the whole cluster", "/ time.total / cluster.gpus / 1e12", "/ time.total / 1e12"),
+    ),
+    *mistakes(
+        "minipar/plan/space.py",
+        "plan/test_search.py plan/test_context.py",
+        ("search: a long sequence is cut to the last token", "length // LEAST_TOKENS + 1", "length + 1"),
+    ),
+    *mistakes(
+        "minipar/plan/overlap.py",
+        "plan/test_step_time.py",
+        ("step: a unit computes before its parameters arrive", "now = max(now, own_arrival)", "pass"),
     ),
     *mistakes(
         "minipar/plan/step_time.py",
         "plan/test_step_time.py",
-        ("step: a unit computes before its parameters arrive", "now = max(now, own_arrival)", "pass"),
         (
             "step: one scalar over dp with ZeRO too",
             "scalar_dp + (scalar_seconds(cluster, layout.tp, layout.shards) if sums else 0.0)",
             "scalar_dp",
         ),
+    ),
+    *mistakes(
+        "minipar/plan/stages.py",
+        "plan/test_step_time.py",
         (
             "step: activations between stages are always whole",
             "slices = layout.tp if cluster.framework.scattered_hops else layout.sequence_slices",
@@ -146,7 +166,7 @@ MUTANTS = [
         ),
     ),
     *mistakes(
-        "minipar/plan/step_time.py",
+        "minipar/plan/stages.py",
         "plan/test_megatron_2021.py",
         ("step: gradients of 2021 are reduced during backward", "if not self.hides_reductions:", "if False:"),
     ),
@@ -154,7 +174,7 @@ MUTANTS = [
         "minipar/plan/layout.py",
         "plan/test_megatron_2021.py plan/test_published.py",
         ("layout: DeepSpeed's rings pass every card", "MEGATRON, ring_per_card=False", "MEGATRON, ring_per_card=True"),
-        ("layout: Llama 3 keeps a gated product more", "inner=1, gated=2))", "inner=1, gated=3))"),
+        ("layout: Llama 3 keeps a gated product more", "inner=1, gated=2)", "inner=1, gated=3)"),
     ),
     *mistakes(
         "minipar/plan/report.py",
@@ -173,7 +193,7 @@ MUTANTS = [
     *mistakes(
         "minipar/plan/model.py",
         "plan/test_report.py",
-        ("model: the oldest checkpoint", "newest = Path(directory, max(", "newest = Path(directory, min("),
+        ("model: the oldest checkpoint", "last = max(steps", "last = min(steps"),
     ),
     *mistakes(
         "minipar/plan/__main__.py",

@@ -1,4 +1,4 @@
-"""Fit nanotron's constants (`PROGRAMS["nanotron"]` in minipar/plan/cluster.py, `NANOTRON` in layout.py).
+"""Fit nanotron's constants (`PROGRAMS["nanotron"]` in minipar/plan/programs.py, `NANOTRON` in layout.py).
 
 They are fitted to the Ultra-Scale Playbook's runs with the 1B model, without a pipeline, on at most 32 hosts, and to
 nothing else: 149 runs. The 8B runs only judge them (test_playbook.py). NB: which constants there are was decided with
@@ -20,7 +20,7 @@ from math import exp, log
 from plan.nanotron_runs import nbytes, runs, seconds, without_pipeline
 from plan.playbook import summary
 
-from minipar.plan.cluster import PROGRAMS, Program
+from minipar.plan.programs import PROGRAMS, Program
 
 # A start, and how far from it (as a logarithm) a constant is expected. Products: the runs suggest 0.57 to 0.75 of the
 # peak. Elementwise kernels: times Megatron's traffic. Links: nccl-tests. The host: the least seconds of a layer in the

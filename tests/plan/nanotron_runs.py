@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from minipar.plan.cluster import GPUS, PROGRAMS, Cluster, Program
+from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import ModelShape
+from minipar.plan.programs import PROGRAMS, Program
 from minipar.plan.rank_bytes import memory
 from minipar.plan.step_time import step_time
 

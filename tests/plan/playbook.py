@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 from plan.nanotron_runs import Run, nbytes, seconds
 
-from minipar.plan.cluster import PROGRAMS, Program
+from minipar.plan.programs import PROGRAMS, Program
 from minipar.plan.report import complexity
 
 

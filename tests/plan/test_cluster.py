@@ -7,19 +7,9 @@ import pytest
 from planning import a100s
 
 from minipar.errors import UsageError
-from minipar.plan.cluster import (
-    GB,
-    GPUS,
-    PROGRAMS,
-    AlphaBeta,
-    Cluster,
-    fetch_seconds,
-    find_gpu,
-    find_program,
-    gather_seconds,
-    scalar_seconds,
-)  # fmt: skip
+from minipar.plan.cluster import GB, GPUS, AlphaBeta, Cluster, Gpu, fetch_seconds, gather_seconds, scalar_seconds
 from minipar.plan.layout import MINIPAR
+from minipar.plan.programs import PROGRAMS, find_gpu, find_program  # fmt: skip
 
 # As data sheets print them: dense 16-bit TFLOP/s, GB, GB/s, GB/s of NVLink both ways, Gb/s of cards for each GPU.
 SHEETS = {
@@ -100,6 +90,14 @@ def test_a_users_own_gpu(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text('{"like": "a100", "memory": 40e9}')
     assert find_gpu(str(path)) == replace(GPUS["a100"], memory=40e9)
+    path.write_text('{"like": "h100", "products": 0.7}')
+    assert find_gpu(str(path)) == replace(GPUS["h100"], products=0.7)
+    path.write_text('{"peak": 1e15, "memory": 1e11, "memory_bandwidth": 1e12, "inside": 1e11, "between": 1e10}')
+    assert find_gpu(str(path)) == Gpu(1e15, 1e11, 1e12, 1e11, 1e10)
+    assert (find_gpu(str(path)).products, find_gpu(str(path)).attention) == (0.75, 0.61)
+    path.write_text('{"like": "h100", "attention": 2}')
+    with pytest.raises(UsageError, match="attention is 2, expected a value from 1e-06 to 1"):
+        find_gpu(str(path))
     for wrong in ("0", '"40e9"', "true", "NaN", "Infinity", "1" + 400 * "0", "[]", "null"):
         path.write_text('{"like": "a100", "memory": ' + wrong + "}")
         with pytest.raises(UsageError, match="memory is .*, expected a value from 1 to"):

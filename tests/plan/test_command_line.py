@@ -77,7 +77,7 @@ def test_json_alone_on_standard_output():
     near = {one["rank"] for one in found["plans"] if one["seconds"]["total"] <= 1.15 * fastest}
     assert set(found["tied"]) == near and found["spread"] == 0.15
     assert found["search"]["layouts"] >= found["search"]["fitting"] > 100
-    assert found["assumptions"]["text"] and found["assumptions"]["products"] == 0.75
+    assert found["assumptions"]["text"] and found["gpu"]["products"] == 0.75
 
 
 def test_a_full_disk_is_one_line_and_code_2():

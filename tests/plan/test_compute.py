@@ -5,8 +5,9 @@ from dataclasses import astuple, replace
 import pytest
 from planning import a100s, layout
 
-from minipar.plan.cluster import Assumptions, ComputeTime, Gpu, gather_seconds
-from minipar.plan.compute import gpu_compute, unit_times
+from minipar.plan.cluster import Assumptions, Cluster, ComputeTime, Gpu, gather_seconds
+from minipar.plan.compute import unit_times
+from minipar.plan.gpu_time import gpu_compute
 from minipar.plan.model import find_model
 
 ONE = Gpu(peak=1.0, memory=1.0, memory_bandwidth=1.0, inside=1.0, between=1.0)
@@ -17,7 +18,8 @@ B = 2  # samples
 
 
 def computed(assumptions=EXACT, tp=T, **given):
-    return gpu_compute(GPT3, layout(dp=4, tp=tp, pp=2, microbatch=B, **given), S, 1e9, ONE, assumptions)
+    one = layout(dp=4, tp=tp, pp=2, microbatch=B, **given)
+    return gpu_compute(GPT3, one, S, 1e9, Cluster(ONE, one.gpus, assumptions=assumptions))
 
 
 def test_operations_and_bytes_of_a_layer_and_of_the_head():
@@ -61,6 +63,19 @@ def test_each_product_costs_the_half_work_once(tp):
     assert more == pytest.approx([4e15, 4e15, 4e15, 0, 1e15, 1e15, 1e15, 0, 0, 0], rel=1e-6)
     selective = [computed(a, tp=tp, recompute="selective") for a in (EXACT, replace(EXACT, half_work=1e15))]
     assert selective[1].recompute - selective[0].recompute == pytest.approx(2e15, rel=1e-6)
+
+
+def test_flash_attention_has_a_speed_of_its_own():
+    """Its FLOPs are the core's, and in backward two and a half times as many. Stored scores are products."""
+    core = 4 * B * S * S * H / T
+    card = replace(ONE, products=1.0, attention=0.25)
+    plain, own = Assumptions(products=1.0, half_work=0.0), Assumptions(half_work=0.0)
+    for attention, times in (("flash", 3), ("stored", 0)):
+        one = layout(dp=4, tp=T, pp=2, microbatch=B, attention=attention)
+        same, slow = (gpu_compute(GPT3, one, S, 1e9, Cluster(card, one.gpus, assumptions=a)) for a in (plain, own))
+        assert slow.forward - same.forward == pytest.approx(times * core, rel=1e-9)
+        assert slow.backward_input - same.backward_input == pytest.approx(2.5 * times * core, rel=1e-9)
+        assert slow.backward_weight == same.backward_weight
 
 
 def test_a_data_sheets_values_are_not_reached():

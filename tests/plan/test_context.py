@@ -17,12 +17,15 @@ from minipar.memory import MemoryLedger
 from minipar.parallel.context import METHODS
 from minipar.parallel.token_order import ORDERS
 from minipar.plan.cluster import GPUS, AlphaBeta, Cluster, model_clock_cluster
-from minipar.plan.compute import attention_squares, context_seconds, ring_seconds, unit_times
+from minipar.plan.compute import context_seconds, ring_seconds, unit_times
+from minipar.plan.gpu_time import attention_squares
 from minipar.plan.layout import MINIPAR, PRECISIONS
 from minipar.plan.model import find_model
 from minipar.plan.rank_bytes import context_buffer, layer_activations, memory, rank_parameters, volume
-from minipar.plan.search import LEAST_TOKENS, SearchSpace, judge, layouts, plan
-from minipar.plan.step_time import hop_seconds, step_time, tied_seconds
+from minipar.plan.search import judge, plan
+from minipar.plan.space import LEAST_TOKENS, SearchSpace, layouts
+from minipar.plan.stages import hop_seconds
+from minipar.plan.step_time import step_time, tied_seconds
 from minipar.train.from_config import step_layout
 
 LLAMA = find_model("llama-3-8b")

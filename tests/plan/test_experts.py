@@ -17,12 +17,14 @@ from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.parallel.memory import elements_placed
 from minipar.plan.cluster import GPUS, AlphaBeta, Cluster, model_clock_cluster
-from minipar.plan.compute import expert_seconds, gpu_compute, unit_times
+from minipar.plan.compute import expert_seconds, unit_times
+from minipar.plan.gpu_time import gpu_compute
 from minipar.plan.layout import PRECISIONS
 from minipar.plan.model import find_model
 from minipar.plan.rank_bytes import layer_activations, memory, rank_experts, rank_parameters, volume
 from minipar.plan.report import complexity
-from minipar.plan.search import SearchSpace, judge, layouts, plan
+from minipar.plan.search import judge, plan
+from minipar.plan.space import SearchSpace, layouts
 from minipar.plan.step_time import step_time
 from minipar.train.from_config import step_layout
 
@@ -278,10 +280,10 @@ def test_fewer_experts_on_a_rank_are_larger_products():
 
     def forward(ep):
         one = layout(dp=8, ep=ep, attention="flash")
-        return gpu_compute(MIXTRAL, one, 4096, 0, H100S.gpu, H100S.assumptions).forward
+        return gpu_compute(MIXTRAL, one, 4096, 0, H100S).forward
 
     a = H100S.assumptions
-    assert forward(1) - forward(8) == pytest.approx(14 * a.half_work / (H100S.gpu.peak * a.products), rel=1e-9)
+    assert forward(1) - forward(8) == pytest.approx(14 * a.half_work / H100S.product_rate, rel=1e-9)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 from planning import layout
 
-from minipar.plan.cluster import GPUS, PROGRAMS, Cluster
+from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import MEGATRON, MEGATRON_2021, PRECISIONS
 from minipar.plan.model import ModelShape, find_model
+from minipar.plan.programs import PROGRAMS
 from minipar.plan.rank_bytes import memory
 from minipar.plan.search import judge
 from minipar.plan.step_time import step_time

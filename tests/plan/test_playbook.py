@@ -13,8 +13,9 @@ from plan.fit_nanotron import MEMORY, TIME, memory_loss, time_loss
 from plan.nanotron_runs import LENGTH, MODELS, MOST_HOSTS, nbytes, runs, seconds, without_pipeline
 from plan.playbook import choice, groups, spearman, within
 
-from minipar.plan.cluster import GPUS, PROGRAMS, Assumptions, Cluster, gather_seconds
+from minipar.plan.cluster import GPUS, Assumptions, Cluster, gather_seconds
 from minipar.plan.layout import MEGATRON, NANOTRON
+from minipar.plan.programs import PROGRAMS
 from minipar.plan.rank_bytes import memory
 from minipar.plan.step_time import step_time
 
@@ -56,7 +57,7 @@ def test_8b_seconds_and_memory_within_20_percent():
 def test_with_megatrons_constants_they_are_not():
     """The claim above can fail: the program decides, not the formulas."""
     time, held = shares("8B", PROGRAMS["megatron"])
-    assert time < 0.05 and held < 0.30
+    assert time < 0.40 and held < 0.30
 
 
 def test_8b_runs_are_ranked_on_every_number_of_hosts():
@@ -83,10 +84,13 @@ def test_the_simplest_of_the_tied_is_the_better_choice():
 
 
 def test_the_least_memory_of_the_tied_is_not():
+    reached = []
     for group in groups(without_pipeline("8B")).values():
         tied = 1.2 * min(seconds(run) for run in group)
         least = min((run for run in group if seconds(run) <= tied), key=nbytes)
-        assert min(run.seconds for run in group) / least.seconds < 0.9 < choice(group, spread=0.2).first
+        reached.append(min(run.seconds for run in group) / least.seconds)
+        assert reached[-1] < 0.9 < choice(group, spread=0.2).first
+    assert (round(min(reached), 2), round(max(reached), 2)) == (0.71, 0.89)
 
 
 def test_the_spread_is_what_the_held_out_runs_support():
@@ -155,6 +159,37 @@ def test_pipelined_runs_differ_from_their_twins_by_factors():
     """Why nothing is claimed about them."""
     assert len(twins(False)) == 97 and median(twins(False)) < 1.05
     assert len(twins(True)) == 55 and median(twins(True)) > 3
+
+
+def stalls():
+    """Return (stages, seconds per microbatch) by which twins differ where one takes 1.5 times as long as the other."""
+    seconds_of = {(run.model, run.hosts, run.layout): run.seconds for run in runs() if run.hosts <= MOST_HOSTS}
+    found = []
+    for (model, hosts, layout), took in seconds_of.items():
+        other = seconds_of.get((model, hosts, replace(layout, zero=1))) if layout.zero == 0 and layout.pp > 1 else None
+        if other is not None and max(took / other, other / took) > 1.5:
+            found.append((layout.pp, abs(took - other) / layout.microbatches))
+    return found
+
+
+def test_of_pipelined_twins_one_stalls_in_each_microbatch():
+    """A reading under which twins agree. Of 55 pairs 37 differ by more than half, and by the same seconds for each
+    microbatch, whatever tp, dp, model and ZeRO stage: 0.55 with two stages, 1.0 to 1.4 with more. One of them stalled.
+    """
+    two = sorted(seconds for stages, seconds in stalls() if stages == 2)
+    more = sorted(seconds for stages, seconds in stalls() if stages > 2)
+    assert (len(two), len(more)) == (18, 19)
+    assert median(two) == pytest.approx(0.54, abs=0.015) and 0.44 < two[2] and two[-1] < 0.63
+    assert median(more) == pytest.approx(1.15, abs=0.03) and more[0] > 1.0 and more[-1] < 1.4
+
+
+def test_with_four_stages_and_more_a_run_stalls_or_does_not():
+    """What a microbatch takes longer than predicted is at most 0.4 s, or at least 0.8 s."""
+    those = [run for run in runs() if run.layout.pp > 2 and run.hosts <= MOST_HOSTS]
+    more = [(run.seconds - seconds(run)) / run.layout.microbatches for run in those]
+    assert not [each for each in more if 0.4 < each < 0.8]
+    smooth = [run for run, each in zip(those, more, strict=True) if each < 0.4]
+    assert 0.6 < len(smooth) / len(those) < 0.8
 
 
 # ---- the mechanisms --------------------------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ from planning import a100s, layout
 from sampled import sampled
 
 from minipar.errors import UsageError
-from minipar.plan.cluster import GPUS, PROGRAMS, Cluster
+from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import PRECISIONS
 from minipar.plan.model import ModelShape, find_model
-from minipar.plan.search import SearchSpace, judge, plan
+from minipar.plan.programs import PROGRAMS
+from minipar.plan.search import judge, plan
+from minipar.plan.space import SearchSpace
 from minipar.plan.step_time import step_time
 
 # Narayanan et al. 2021 (arXiv 2104.04473), table 1: tp, pp, GPUs, batch, TFLOP/s per GPU. The microbatches of five rows
@@ -112,18 +114,18 @@ def test_llama_3s_own_layout_fits_and_is_the_planners(gpus):
 
 
 @pytest.mark.parametrize(("gpus", "printed"), LLAMA_3.items())
-def test_llama_3s_step_is_11_to_14_percent_too_fast(gpus, printed):
+def test_llama_3s_step_is_9_to_12_percent_too_slow(gpus, printed):
     model, cluster, own = llama_3(gpus)
-    assert 0.86 < printed / judge(model, own, cluster, 2048, 8192).mfu < 0.90
+    assert 1.09 < printed / judge(model, own, cluster, 2048, 8192).mfu < 1.13
 
 
 @pytest.mark.parametrize("gpus", LLAMA_3)
 def test_with_what_megatron_keeps_it_would_not_fit(gpus):
-    """And the layout that does fit, with every layer recomputed, would be 12 to 14 % slower than they were."""
+    """And the layout that does fit, with every layer recomputed, would be 30 % slower than they were."""
     model, cluster, own = llama_3(gpus, "megatron")
     assert judge(model, own, cluster, 2048, 8192).memory.total > 100e9
     (best,) = plan(model, cluster, 2048, 8192, LLAMA_3_SPACE).plans
-    assert best.layout.recompute == "full" and 0.85 < best.mfu / LLAMA_3[gpus] < 0.89
+    assert best.layout.recompute == "full" and 0.68 < best.mfu / LLAMA_3[gpus] < 0.71
 
 
 # Its third row: 128 samples of 131,072 tokens on 16,384 GPUs with cp 16, so dp is 8. They gathered keys and values.
@@ -139,7 +141,7 @@ def test_llama_3s_layout_for_131072_tokens_is_the_planners():
     assert best.layout == replace(own, dp=8, cp=16, microbatches=16) and best.layout.context_parallel == "ring"
     theirs = judge(model, replace(best.layout, context_parallel="all-gather"), cluster, 128, 131_072)
     assert theirs.memory.total < cluster.usable_memory
-    assert 1 < theirs.time.total / best.time.total < 1.1
+    assert theirs.time.total / best.time.total == pytest.approx(1.03, abs=0.005)
 
 
 def test_without_cp_llama_3s_pipeline_cannot_be_filled():
@@ -156,30 +158,30 @@ def test_without_cp_llama_3s_pipeline_cannot_be_filled():
     assert best.time.total > 10 * with_cp.time.total
 
 
-def test_llama_3s_long_step_is_12_percent_slow_or_20_fast():
+def test_llama_3s_long_step_is_at_least_29_percent_too_slow():
     """380 TFLOP/s per GPU are printed. Attention is more than half of the operations, and the paper does not say if it
-    counts those of pairs that no token sees. The planner does, and is 20 % too fast then. Without them it is too slow.
+    counts those of pairs that no token sees. Even if it does, its kernel was faster than MPT's.
     """
     model, cluster, own = llama_3(16384)
     own = replace(own, dp=8, cp=16, microbatches=16, context_parallel="all-gather")
     predicted = judge(model, own, cluster, 128, 131_072)
     unseen = 3 * model.layers * model.attention_core_flops(131_072) / 2 / model.model_flops(131_072)
-    assert 380 / predicted.tflops == pytest.approx(0.80, abs=0.01)
-    assert 380 / (predicted.tflops * (1 - unseen)) == pytest.approx(1.12, abs=0.01)
+    assert 380 / predicted.tflops == pytest.approx(1.29, abs=0.01)
+    assert 380 / (predicted.tflops * (1 - unseen)) == pytest.approx(1.81, abs=0.01)
 
 
 LLAMA_65B = replace(find_model("llama-7b"), layers=80, hidden=8192, heads=64, kv_heads=64, ffn=22016)
 # Touvron et al. 2023 (arXiv 2302.13971 and 2307.09288): 82,432 GPU hours for 1.0T tokens, 380 tokens per second and
 # GPU, 1,720,320 GPU hours for 2.0T tokens. The GPUs of the first and the third are assumed, and no layout is printed.
 TOUVRON = [  # shape, GPUs, batch, sequence, tokens per second and GPU; printed over predicted, with flash, with scores
-    (find_model("llama-7b"), 256, 2048, 2048, 1.0e12 / 82_432 / 3600, 0.705, 0.831),
-    (LLAMA_65B, 2048, 2048, 2048, 380, 0.832, 0.922),
-    (find_model("llama-2-70b"), 2048, 1024, 4096, 2.0e12 / 1_720_320 / 3600, 0.793, 0.973),
+    (find_model("llama-7b"), 256, 2048, 2048, 1.0e12 / 82_432 / 3600, 0.717, 0.831),
+    (LLAMA_65B, 2048, 2048, 2048, 380, 0.840, 0.922),
+    (find_model("llama-2-70b"), 2048, 1024, 4096, 2.0e12 / 1_720_320 / 3600, 0.806, 0.973),
 ]
 
 
 @pytest.mark.parametrize(("model", "gpus", "batch", "length", "printed", "flash", "stored"), TOUVRON)
-def test_llama_and_llama_2_are_17_to_30_percent_too_fast(model, gpus, batch, length, printed, flash, stored):
+def test_llama_and_llama_2_are_16_to_28_percent_too_fast(model, gpus, batch, length, printed, flash, stored):
     for attention, expected in (("flash", flash), ("stored", stored)):
         ask = SearchSpace(sequence_parallel=True, attention=attention)
         best = plan(model, Cluster(GPUS["a100"], gpus), batch, length, ask, top=3).plans[0]
@@ -187,16 +189,20 @@ def test_llama_and_llama_2_are_17_to_30_percent_too_fast(model, gpus, batch, len
         assert printed / tokens == pytest.approx(expected, abs=0.01)
 
 
-def test_nemotron_4_340bs_step_is_14_percent_too_fast():
+def nemotron_4():
     """Parmar et al. 2024 (arXiv 2406.11704), table 2: 8.0 s on 6144 H100 with a batch of 2304, tp 8, pp 12. Stages of
     one layer, interleaved, and flash attention are assumed.
     """
     model = ModelShape(96, 18432, 96, 256000, kv_heads=8, ffn=73728, tied=False, biases=False)
     sizes = {"dp": 64, "tp": 8, "pp": 12, "microbatches": 36, "virtual_stages": 8, "zero": 1}
     how = {"schedule": "interleaved-1f1b", "sequence_parallel": True, "attention": "flash"}
-    cluster = Cluster(GPUS["h100"], 6144)
-    one = judge(model, layout(**sizes, **how, precision=PRECISIONS["bf16"]), cluster, 2304, 4096)
-    assert one.time.total / 8.0 == pytest.approx(0.863, abs=0.01) and one.memory.total < cluster.usable_memory
+    one = layout(**sizes, **how, precision=PRECISIONS["bf16"])
+    return judge(model, one, Cluster(GPUS["h100"], 6144), 2304, 4096)
+
+
+def test_nemotron_4_340bs_step_is_6_percent_too_slow():
+    one = nemotron_4()
+    assert one.time.total / 8.0 == pytest.approx(1.06, abs=0.01) and one.memory.total < 0.92 * 80e9
 
 
 # Megatron-Core's README of experts (megatron/core/transformer/moe), "Reference Best Parallel Mapping" of v0.8: hosts of
@@ -210,7 +216,7 @@ MIXTRAL_SPACE = SearchSpace(attention="flash", precision=PRECISIONS["bf16"])
 @pytest.mark.parametrize("name", MEGATRON_MIXTRAL)
 def test_megatrons_layout_of_a_mixtral_is_the_planners(name):
     """With nothing given but the schedule, which is Megatron-LM's. For the 8x7B four stages per rank are predicted to
-    be 2 % faster than their eight.
+    be 1 % faster than their eight.
     """
     gpus, batch, dp, ep, tp, pp, v = MEGATRON_MIXTRAL[name]
     model, cluster = find_model(name), Cluster(GPUS["h100"], gpus)
@@ -221,22 +227,22 @@ def test_megatrons_layout_of_a_mixtral_is_the_planners(name):
     theirs, ours = (
         judge(model, replace(best, virtual_stages=n), cluster, batch, 4096) for n in (v, best.virtual_stages)
     )
-    assert theirs.time.total / ours.time.total == pytest.approx(1.02 if name == "mixtral-8x7b" else 1, abs=0.005)
+    assert theirs.time.total / ours.time.total == pytest.approx(1.014 if name == "mixtral-8x7b" else 1, abs=0.005)
 
 
 def test_with_zb_h1_mixtral_8x22b_needs_no_ep():
     model, cluster = find_model("mixtral-8x22b"), Cluster(GPUS["h100"], 128)
     best, theirs = plan(model, cluster, 256, 4096, replace(MIXTRAL_SPACE, tp=4, pp=8), top=2).plans
     assert (best.layout.ep, best.layout.schedule, theirs.layout.ep) == (1, "zb-h1", 2)
-    assert theirs.time.total / best.time.total == pytest.approx(1.02, abs=0.005)
+    assert theirs.time.total / best.time.total == pytest.approx(1.012, abs=0.005)
 
 
-def test_mixtral_8x7bs_step_is_7_percent_too_fast():
+def test_mixtral_8x7bs_step_is_14_percent_too_slow():
     """The same README: 468 TFLOP/s per GPU (v0.9). And "EP8TP1 is better than EP4TP2 for 8x7B"."""
     model, cluster, space = find_model("mixtral-8x7b"), Cluster(GPUS["h100"], 64), replace(MIXTRAL_SPACE, pp=4)
     best, other = (plan(model, cluster, 256, 4096, replace(space, tp=8 // ep, ep=ep), top=1).plans[0] for ep in (8, 4))
-    assert best.tflops / 468 == pytest.approx(1.075, abs=0.01)
-    assert other.time.total / best.time.total == pytest.approx(1.065, abs=0.01)
+    assert best.tflops / 468 == pytest.approx(0.858, abs=0.01)
+    assert other.time.total / best.time.total == pytest.approx(1.039, abs=0.01)
 
 
 def test_planning_md_shows_mixtrals_plans():
@@ -256,4 +262,14 @@ def test_planning_md_shows_mixtrals_plans():
     first = result.plans[0].layout
     held = [judge(model, replace(first, ep=ep), cluster, 256, 4096) for ep in (1, 2, 4, 8)]
     assert [round(one.memory.total / 1e9, 1) for one in held] == [129.6, 95.8, 78.9, 70.4]
-    assert round(held[0].time.total, 2) == 2.67
+    assert round(held[0].time.total, 2) == 3.35
+    whole = held[0].memory
+    assert round((whole.parameters + whole.gradients) / 1e9, 1) == 70.4
+    assert round(whole.activations / 1e9, 1) == round(held[3].memory.activations / 1e9, 1) == 50.4
+    # Of the all-to-alls' time two thirds come back, and experts are most of the model.
+    assert round(float(held[3].volume.ep) / 1e9) == 30 and round(held[3].time.ep, 2) == 0.10
+    assert (held[3].time.total - held[0].time.total) / held[3].time.ep == pytest.approx(1 / 3, abs=0.05)
+    assert round(model.layers * model.experts * model.expert_parameters / 1e9, 1) == 45.1
+    recomputed = plan(model, cluster, 256, 4096, replace(MIXTRAL_SPACE, ep=1, tp=1, pp=4), top=1).plans[0]
+    assert (recomputed.layout.recompute, recomputed.layout.zero) == ("full", 2)
+    assert round(recomputed.time.total, 2) == 4.62

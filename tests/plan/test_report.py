@@ -19,7 +19,8 @@ from minipar.plan.command import train_command
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import MODELS, find_model
 from minipar.plan.report import BYTE_UNITS, TIME_UNITS, unit_of
-from minipar.plan.search import SearchSpace, plan
+from minipar.plan.search import plan
+from minipar.plan.space import SearchSpace
 from minipar.train.config import parse, resolve, schedule_of
 
 QUESTION = "--gpus 8 --gpu h100 --global-batch 32 --seq-len 64".split()

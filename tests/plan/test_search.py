@@ -6,13 +6,15 @@ import pytest
 from planning import a100s, layout
 
 from minipar.errors import UsageError
-from minipar.plan import search
-from minipar.plan.cluster import GPUS, PROGRAMS, Cluster
+from minipar.plan import advice, search
+from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import MINIPAR
 from minipar.plan.model import ModelShape, find_model
+from minipar.plan.programs import PROGRAMS
 from minipar.plan.rank_bytes import memory, volume
 from minipar.plan.report import tied, why
-from minipar.plan.search import SearchSpace, judge, layouts, microbatch_sizes, plan
+from minipar.plan.search import judge, plan
+from minipar.plan.space import SearchSpace, layouts, microbatch_sizes
 from minipar.plan.step_time import StepTime, step_time
 
 GPT2, GPT3 = find_model("gpt2"), find_model("gpt3-175b")
@@ -293,7 +295,7 @@ def test_a_gpu_that_would_fit_has_usable_memory_enough(monkeypatch):
     cluster = a100s(8)
     least = min(memory(GPT3, one, 2048).total for one in layouts(GPT3, cluster, 64))
     sizes = {"enough": least / 0.92 * 1.001, "nearly": least * 1.001}
-    monkeypatch.setattr(search, "GPUS", {name: replace(GPUS["a100"], memory=size) for name, size in sizes.items()})
+    monkeypatch.setattr(advice, "GPUS", {name: replace(GPUS["a100"], memory=size) for name, size in sizes.items()})
     with pytest.raises(UsageError, match=r"What would fit: enough \(") as caught:
         plan(GPT3, cluster, 64, 2048)
     assert "nearly" not in str(caught.value)

@@ -13,16 +13,10 @@ from minipar.plan.cluster import GPUS, Assumptions, Cluster, gather_seconds, sca
 from minipar.plan.compute import unit_times
 from minipar.plan.layout import MEGATRON, MINIPAR, PRECISIONS
 from minipar.plan.model import find_model
+from minipar.plan.overlap import UnitPass, overlapped
 from minipar.plan.rank_bytes import rank_parameters, volume
-from minipar.plan.step_time import (
-    Stages,
-    UnitPass,
-    hop_seconds,
-    layers_of_stages,
-    overlapped,
-    step_time,
-    tied_seconds,
-)  # fmt: skip
+from minipar.plan.stages import Stages, hop_seconds, layers_of_stages
+from minipar.plan.step_time import step_time, tied_seconds  # fmt: skip
 
 GPT2, GPT3, LLAMA = (find_model(name) for name in ("gpt2", "gpt3-175b", "llama-2-70b"))
 LENGTH = 1024

@@ -12,12 +12,13 @@ from minipar.plan.cluster import GPUS, Assumptions, Cluster
 from minipar.plan.layout import MEGATRON, Layout
 from minipar.plan.model import find_model
 from minipar.plan.rank_bytes import memory
-from minipar.plan.search import Plan, judge, layouts, plan
+from minipar.plan.search import Plan, judge, plan
+from minipar.plan.space import layouts
 from minipar.plan.step_time import step_time
 
 QUESTIONS = {"70B on 1024 A100s": (MIDDLE, 1024), "7.5B on 1024 A100s": (SMALL, 1024)}
 CHANGES = {"-20 %": 0.8, "+20 %": 1.2}
-CONSTANTS = [field.name for field in fields(Assumptions) if field.default]  # a fifth of 0 is 0
+CONSTANTS = ["products", *(field.name for field in fields(Assumptions) if field.default)]  # a fifth of 0 is 0
 NEAR = 1.2  # times the best layout's seconds
 PROGRAMS = {
     "one ring between hosts": (replace(MEGATRON, ring_per_card=False), ASK),
@@ -76,7 +77,7 @@ def changed_constant(
     """
     name, gpus = QUESTIONS[question]
     usual = Cluster(GPUS["a100"], gpus)
-    value = getattr(usual.assumptions, constant)
+    value = usual.gpu.products if constant == "products" else getattr(usual.assumptions, constant)
     changed = value * CHANGES[change] if value > 1 else min(1.0, value * CHANGES[change])
     other = replace(usual, assumptions=replace(usual.assumptions, **{constant: changed}))
     was, now = (best_plan(question, candidates, cluster) for cluster in (usual, other))

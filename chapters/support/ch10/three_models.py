@@ -11,7 +11,8 @@ from minipar.plan.layout import Layout
 from minipar.plan.model import RECOMPUTE, find_model
 from minipar.plan.rank_bytes import memory
 from minipar.plan.report import why
-from minipar.plan.search import SearchSpace, layouts, plan
+from minipar.plan.search import plan
+from minipar.plan.space import SearchSpace, layouts
 from minipar.plan.step_time import StepTime, step_time
 
 SMALL, MIDDLE, LARGE = "megatron-7.5b", "llama-2-70b", "megatron-1t"

@@ -5,7 +5,8 @@ from typing import Any
 from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import PRECISIONS
 from minipar.plan.model import find_model
-from minipar.plan.search import SearchSpace, plan
+from minipar.plan.search import plan
+from minipar.plan.space import SearchSpace
 
 SAMPLES, LENGTH = 1024, 4096
 

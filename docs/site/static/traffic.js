@@ -89,6 +89,12 @@ export function inFlight({ schedule, pp, m, v }) {
   return Math.min(m, schedule === "zb-h2" ? 2 * pp - 1 : pp);
 }
 
+// The microbatches that the last rank keeps next to the logits: (v - 1) p + 1 chunks of v.
+function inFlightLast({ schedule, pp, m, v }) {
+  if (schedule !== "interleaved-1f1b") return 1;
+  return Math.min(m, (pp * v - (pp - 1)) / v);
+}
+
 // Elements that attention over cp > 1 ranks holds for a moment in backward.
 function contextBuffer(s) {
   const [u, keys] = [tokensOnRank(s), keyColumns(s)];
@@ -102,14 +108,13 @@ export function memory(s) {
   const [psi, experts, shards] = [rankParameters(s), rankExperts(s), s.dp * s.cp];
   const own = psi - experts + experts * s.ep; // over dp x cp: experts have ep times fewer ranks
   const state = modelState({ psi, d: shards, own, stage: s.zero, precision: s.precision });
-  const layer = layerActivations(s);
-  const layers = layersPerRank(s);
+  const layers = layersPerRank(s) * layerActivations(s);
   const tokens = tokensOnRank(s) * s.precision.parameters;
   const hidden = (tokens * s.h) / slices(s);
   const logits = 2 * hidden + (3 * tokens * s.vocab) / s.tp;
-  const activations = inFlight(s) * layers * layer;
-  // The logits are on the last rank. In a pipeline it has one microbatch in flight.
-  const peak = s.pp === 1 ? activations + logits : Math.max(activations, layers * layer + logits);
+  const activations = inFlight(s) * layers;
+  // The logits are on the last rank, which has fewer microbatches in flight.
+  const peak = s.pp === 1 ? activations + logits : Math.max(activations, inFlightLast(s) * layers + logits);
   let buffers = peak - activations;
   if (s.recompute === "full") buffers += layerActivations({ ...s, recompute: "none" });
   if (s.zero === 3) buffers += 2 * s.precision.parameters * layerOnRank(s);
