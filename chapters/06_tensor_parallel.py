@@ -656,7 +656,7 @@ worst, traffic_sequence = compare_with_one_device(comm, shape, (inputs, targets)
 assert worst < 1e-12 and sum(traffic_sequence.values()) == sum(traffic.values())
 model = GPT(shape, dtype="float64")
 tensor_parallel(model, comm, sequence=True)
-assert sum(p.size for p in model.h[0].parameters() if isinstance(p.placement.tp, Partial)) == 6 * h
+assert sum(p.size for p in model.h[0].parameters() if isinstance(p.placement.tp, Partial)) == (6 * h if t > 1 else 0)
 say(f"sequence parallel = one device, dropout included: gradients within {worst:.1e}; bytes as before")
 
 # %% [markdown]
