@@ -168,18 +168,11 @@ from minipar.train.from_config import step_layout
 MINE = eight.layout_of(size)  # the layout of the ranks that mpirun started
 GRID = "--dp 2 --tp 2 --pp 2 --microbatches 4 --global-batch 8"
 layout = step_layout(config_of(f"{GRID} --zero-stage 1", 8))
-ranks = []  # of each rank, the placements of its parameters
-held = []  # of each rank, how many parameters it holds,
-cut = []  # how many of these tp has cut,
-updated = []  # and how many its optimizer updates
-for r in range(8):
-    placements = layout.placements(**layout.coordinates(r))
-    ranks.append(placements)
-    held.append(sum(placement.dp.size for placement in placements))
-    cut.append(sum(placement.dp.size for placement in placements if isinstance(placement.tp, Shard)))
-    updated.append(sum(len(placement.dp.own) for placement in placements))
-both_stages = [*ranks[0], *ranks[4]]
-model = sum(prod(placement.shape) for placement in both_stages)
+ranks = [layout.placements(**layout.coordinates(r)) for r in range(8)]  # of each rank, those of its parameters
+held = [sum(each.dp.size for each in placements) for placements in ranks]  # parameters on each rank,
+cut = [sum(each.dp.size for each in placements if isinstance(each.tp, Shard)) for placements in ranks]  # cut by tp,
+updated = [sum(len(each.dp.own) for each in placements) for placements in ranks]  # updated by its optimizer
+model = sum(prod(each.shape) for each in [*ranks[0], *ranks[4]])  # of a rank of each stage
 say(f"parameters of the model {model:,}, on rank 0 {held[0]:,}, on rank 4 {held[4]:,}; updated there {updated[0::4]}")
 assert held == [17_504] * 4 + [12_960] * 4 and updated == [8_752] * 4 + [6_480] * 4
 assert model == 59_584 and sum(updated) == 60_928
@@ -322,14 +315,8 @@ from chapters.support.predict import predict, reveal
 from minipar.parallel.traffic import predicted_traffic, tp_bytes
 
 predict("most bytes", ...)  # "tp", "dp" or "pp"
-d = 2
-t = 2
-m = 4
-B = 1
-T = 16
-h = 32
-V = 256
-w = 8
+d, t, m, B = 2, 2, 4, 1  # ranks of dp and of tp, microbatches, samples in each
+T, h, V, w = 16, 32, 256, 8  # tokens in a sample, hidden size, vocabulary, bytes per value
 by_hand = {
     "tp": m * (4 * 2 + 1) * 2 * B * T * h * (t - 1) // t * w,
     "dp": 2 * held[0] * (d - 1) // d * w,
@@ -576,10 +563,9 @@ MOVES = (
 for number, (before, after, never_stopped) in enumerate(MOVES):
     answers = on_eight(comm, eight.move, before, after, f"{folder}/{number}", single)
     if rank == 0:
-        first = answers[0]  # of the first of the eight ranks
-        assert first["passed"], first["verdict"]
-        say(f"{before}  ->  {after}\n  {first['verdict']}")
-        assert never_stopped is None or first["bits"] == runs[never_stopped][0]["bits"]
+        assert answers[0]["passed"], answers[0]["verdict"]
+        say(f"{before}  ->  {after}\n  {answers[0]['verdict']}")
+        assert never_stopped is None or answers[0]["bits"] == runs[never_stopped][0]["bits"]
 if rank == 0:
     files = json.loads(Path(folder, "0", "step-00000003", "manifest.json").read_text())["files"]
     pieces = [(file["name"], piece) for file in files for piece in file["pieces"] if piece["name"] == LAYER]
