@@ -23,14 +23,14 @@
 # *The whole course in one picture. A strip of eight full boxes says that every device has a copy. A staircase says that
 # each device has its own eighth.*
 #
-# What a device does not hold, it must be sent: the right part of the picture says what. This file builds five of the
-# rows: one device (0.1 to 0.3), data parallelism (0.6), ZeRO 1 (0.7), tensor parallelism (0.8) and a pipeline (0.9).
-# Each part is checked as soon as it is written, and most are compared with the library at the end, bit for bit. The
-# other chapters explain each part, count its bytes and measure its time. They show the picture again, with their rows
-# marked.
+# What a device does not hold, it must be sent: the right part of the picture says what. This file trains with data
+# parallelism (0.6) and ZeRO 1 (0.7). Of tensor parallelism (0.8) it builds one pair of layers, and of one device (0.1
+# to 0.3) and the pipeline (0.9) the gradient. Each part is checked as soon as it is written, and most are compared with
+# the library at the end, bit for bit. The other chapters explain each part, count its bytes and measure its time.
 #
-# Before you read on, predict: ZeRO 1 keeps an eighth of the optimizer's memory on each device. Does it send more bytes
-# than data parallelism, as many, or fewer? Section 0.7 has the answer.
+# This file answers exercises 1, 2, 6, 8 and 10: write them first. And predict: ZeRO 1 keeps an eighth of the
+# optimizer's memory on each device. Does it send more bytes than data parallelism, as many, or fewer? Section 0.7 has
+# the answer.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -374,7 +374,7 @@ say(f"{Psi:,} parameters, loss {loss:.3f}, slope {slope:.6f}, by backward {truth
 # *Core, 2 minutes.*
 #
 # A training step has samples, parameters, and two means that Adam keeps for each parameter. Every strategy cuts one of
-# them. The rest of this file is about what is then sent, and when.
+# them.
 #
 # ![What each of four ranks holds under four strategies](../visualize/gallery/four_strategies.png)
 #
@@ -452,7 +452,7 @@ say("all ranks have the same bits, and MPI's sum within rounding")
 #
 # The loss is a sum over tokens, divided by the number of tokens of the *global* batch. So the gradients of its parts
 # add up. Every rank takes $1/p$ of the samples. After one all-reduce all ranks have the same gradient and take the same
-# step.
+# step. One device that adds the same parts in the same order has the same bits (chapter 4).
 
 
 # %%

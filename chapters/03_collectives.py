@@ -23,9 +23,9 @@
 # Rows are ranks and columns are *chunks* of the array. Colours are the ranks' contributions, red frames are messages.
 # Three rounds add up, three rounds hand out the sums.
 #
-# Every parallel strategy of this course but the pipeline and the ring of chapter 11, which send to neighbours, ends in
-# a few such calls. They are **collectives**: operations that all processes of a group call together. NCCL and MPI
-# provide them as black boxes.
+# An operation like this, which all ranks of a group call together, is a **collective**. NCCL and MPI provide
+# collectives as black boxes. Every strategy of this course sends with them, except pipelines and the ring of chapter
+# 11, which send to neighbours.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -136,7 +136,7 @@ say(f"the same for each rank: {differing}")
 #
 # **The ranks disagree.** Rank $r$ adds in the order $r, r-1, r-2, \dots$. Floating-point addition is commutative but
 # not associative: $0.1 + 0.2 + 0.3 \ne 0.3 + 0.2 + 0.1$. With integers nobody sees it. With floats the replicas of a
-# model drift apart, one last bit at a time.
+# model drift apart ([chapter 14](14_my_run_is_wrong.ipynb) measures drift).
 #
 # **The order of two lines decides whether it hangs.** A send is complete when its array may be changed again. For a
 # small message MPI copies the bytes aside and reports completion at once (the *eager* protocol); for a large one it
@@ -283,8 +283,10 @@ if rank == 0:
 #
 # The library's two halves are the two loops above, written as generators (3.9). `link` is a communicator's view of one
 # operation: it counts each message and gives it a tag that says what this rank is doing (section 3.10). The library
-# adds three things: `x` keeps its values, because the partial sums travel in scratch memory that is used again;
-# `combine` may be a maximum instead of a sum; and the order in which a chunk is added up is a promise (section 3.5).
+# adds three things: a reduce-scatter's input keeps its values, because the partial sums travel in scratch memory that
+# is used again (of the collectives, only `all_reduce` and `broadcast` overwrite their input, and `all_gather` fills its
+# `out`); `combine` may be a maximum instead of a sum; and the order in which a chunk is added up is a promise (section
+# 3.5).
 #
 # ## 3.4 Fewer messages: recursive doubling and halving
 #
@@ -297,8 +299,7 @@ if rank == 0:
 #
 # ![Recursive doubling on four ranks](../visualize/gallery/recursive_doubling.gif)
 #
-# Each message carries all chunks, with all contributions that its sender has so far. [Exercise
-# 3](exercises/e03_recursive_doubling.py) asks for it, for any number of ranks: `make exercises PYTEST="-k e03"`.
+# Each message carries all chunks, with all contributions that its sender has so far.
 #
 # **Recursive halving and doubling** (Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005): at distance $p/2, p/4,
 # \dots, 1$ the two ranks of a pair are still responsible for the same part of the array, at first for all of it. Each
@@ -308,9 +309,11 @@ if rank == 0:
 # ![Reduce-scatter by recursive halving on four ranks](../visualize/gallery/reduce_scatter.gif)
 #
 # This is the way there: two chunks go to the rank at distance 2, then one chunk goes to the rank at distance 1.
+# [Exercise 3](exercises/e03_recursive_doubling.py) asks for doubling, for any number of ranks (`make exercises
+# PYTEST="-k e03"`). Write it before you open the next cell.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 def doubling(comm, x, after_step=lambda: None):
     """Set x = the sum over p = 2^k ranks."""
     distance = 1
@@ -320,6 +323,7 @@ def doubling(comm, x, after_step=lambda: None):
         distance *= 2
 
 
+# %%
 def halving(comm, x, after_step=lambda: None, distance=None):
     """Set x = the sum over p = 2^k ranks; p divides the length of x."""
     distance = distance or comm.size // 2
@@ -360,7 +364,7 @@ if rank == 0:
 # | recursive halving and doubling | 6 | $1.75\,n$ |
 #
 # In the picture, halving leaves rank $r$ with chunk $r$ of the sum, and each step exchanges half of the bytes of the
-# step before. On the way back each step exchanges twice as many.
+# step before.
 #
 # ### Any number of ranks, and trees
 #

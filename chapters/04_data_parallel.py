@@ -14,10 +14,10 @@
 #
 # Eight GPUs hold the same model. Each computes the gradient of an eighth of the batch, then they add up their
 # gradients, and each takes the same step. A network of 4 GB/s needs 0.400 ms for the sum, and the GPUs wait. If the sum
-# is cut into seven pieces, 81 % of it disappears behind computation that must be done anyway. With the same batch on
-# 64 GPUs almost nothing is left to hide behind: 16 % of the machine does useful work. And of three mistakes in such a
+# is cut into seven pieces, 81 % of it disappears behind computation that must be done anyway. With the same batch on 64
+# GPUs almost nothing is left to hide behind: 16 % of the machine does useful work. And of three mistakes in such a
 # program, the loss curve shows none. At the end of this chapter you can write the program, say what it costs, and prove
-# that it is right: it computes the bits of one device.
+# that it is right: it computes the bits of one device that adds the same parts in the same order.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start

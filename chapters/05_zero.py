@@ -16,8 +16,7 @@
 # there: training needs 120 GB. [Chapter 4](04_data_parallel.ipynb) does not help, since each of its $d$ ranks holds the
 # same 120 GB. ZeRO, the "zero redundancy optimizer" (Rajbhandari et al. 2020, arXiv 1910.02054), removes the copies
 # without changing a bit of the result: on 64 GPUs 1.88 GB are left on each. The last stage sends 1.5 times as many
-# bytes. At the end of this chapter you can say when that costs time: in one run of 5.6 stage 3's step takes
-# 0.873 ms, exactly as long as plain data parallelism.
+# bytes. At the end of this chapter you can say when that costs time, and when none.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -287,8 +286,10 @@ def watch_layers(train):
     with ledger.recording():
         weight = train()
     sent = comm.traffic.bytes()
-    most = [max(levels[kind] for _, levels in ledger.moments) for kind in range(3)]
-    return np.concatenate([weight(i).reshape(-1) for i in range(LAYERS)]), most, sent
+    levels = np.array([of_kinds for _, of_kinds in ledger.moments])  # a row for each change, a column for each kind
+    parameters, gradients, optimizer = levels.max(axis=0).tolist()[:3]
+    bits = np.concatenate([weight(i).reshape(-1) for i in range(LAYERS)])
+    return bits, [parameters, gradients, optimizer], sent
 
 
 def initial(layer):
@@ -361,8 +362,8 @@ say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} 
 # %% [markdown]
 # The ledger proves the sentence above: next to its chunks, a rank never holds more than *one* full gradient of a layer.
 #
-# The same bytes on the wire again. Stage 2 sends nothing that stage 1 does not send, as long as every step has a single
-# backward; 5.9 has another case.
+# The same bytes on the wire again. Stage 2 sends what stage 1 sends, as long as every step has a single backward. With
+# several, as in a pipeline, it sends more (5.9): stage 1 remains for these.
 #
 # ### In the library
 #
@@ -570,13 +571,6 @@ if rank == 0:
 # stays for the backward that follows at once. The embedding's backward does not read the matrix, so there are two
 # gathers, as for a block. Chunk $r$ of each bucket belongs to rank $r$. Equal buckets in all stages mean that the same
 # values are added in the same order.
-#
-# **Predict**: the stages send how many bytes, relative to stage 0? Replace the dots by four values.
-
-# %%
-from chapters.support.predict import predict, reveal
-
-predict("bytes sent at stages 0 to 3, relative to stage 0", ...)  # replace the dots by a list such as [1, 1, 1, 1]
 
 # %%
 from chapters.support.ch05 import watch
@@ -631,7 +625,7 @@ sums = [sum(watched.sent.values()) for watched in runs]
 if d > 1:
     relative = [round(nbytes / sums[0], 2) for nbytes in sums]
     assert relative == [1, 1, 1, 1.5]
-    reveal("bytes sent at stages 0 to 3, relative to stage 0", relative, say)
+    say(f"bytes sent at stages 0 to 3, relative to stage 0: {relative}")
 say(f"the same bits: all {Psi:,} parameters, {STEPS} losses, {STEPS} norms, of which every one was clipped")
 
 # %% [markdown]
@@ -663,14 +657,16 @@ if rank == 0:
 #
 # *Deeper, 12 minutes.*
 #
-# Stage 3 sends half as many bytes again, and it pays more *latency*: each unit needs three collectives of at least
-# $(d-1)\alpha$, not two. And a late gather costs more than a late reduction. A late reduction delays the end of
-# backward, but a late gather stops a computation that waits for its weights. That is why prefetch matters.
+# Stage 3 sends half as many bytes again, and it pays more *latency*: each unit needs three collectives, not two. With a
+# ring or pairwise messages each of them takes at least $(d-1)\alpha$ (chapter 3). And a late gather costs more than a
+# late reduction. A late reduction delays the end of backward, but a late gather stops a computation that waits for its
+# weights. That is why prefetch matters.
 #
-# **When is a gather hidden?** Let a unit have $\Psi_u$ parameters of $w$ bytes, and let a rank compute $B$ samples of
-# $T$ tokens at $S$ operations per second. A token costs two operations per parameter, so the forward of a unit takes $2
-# B T \Psi_u / S$ seconds. Meanwhile the next unit, of the same size, is gathered in $\frac{d-1}{d}\, w \Psi_u \beta$
-# seconds and some latency. The gather is hidden if its time is not longer, and $\Psi_u$ cancels:
+# **When is a gather hidden?** A unit has $\Psi_u$ parameters of $w$ bytes. A rank computes $B$ samples of $T$ tokens at
+# $S$ operations per second. A token costs two operations per parameter, so a unit's forward takes $2 B T \Psi_u / S$
+# seconds. Meanwhile the next unit, of the same size, is gathered. At $\beta$ seconds per byte that takes
+# $\frac{d-1}{d}\, w \Psi_u \beta$ seconds, without latency. The gather is hidden if it does not take longer than the
+# forward, and $\Psi_u$ cancels:
 #
 # $$B T \;\ge\; \frac{d-1}{d} \cdot \frac{w\, S\, \beta}{2} .$$
 #
@@ -679,12 +675,14 @@ if rank == 0:
 #
 # Four simulated devices test this on the model clock of chapters 3 and 4, at $10^{12}$ operations per second, with
 # $\alpha = 1\,\mu s$ and $B T = 512$ tokens in fp32, so $w = 4$. Then the right side is 375 tokens at 4 GB/s and 6,000
-# at 0.25 GB/s. So only the faster network should hide it.
+# at 0.25 GB/s.
 #
 # **Predict**: on the faster network a step of stage 0 takes 0.873 ms. How long does a step of stage 3 take, which sends
 # 1.5 times as many bytes?
 
 # %%
+from chapters.support.predict import predict, reveal
+
 predict("a step of stage 3 at 4 GB/s", ...)  # replace the dots by milliseconds
 
 # %%
@@ -714,7 +712,7 @@ if rank == 0:
 #
 # At 0.25 GB/s the wire is the bottleneck. 5.726 ms become 7.985 ms, which is 1.39 times as much: communication takes
 # longer than the computation that could hide it. As computation becomes negligible, the ratio goes towards
-# $3\Psi / 2\Psi = 1.5$. Between hosts the network is often that slow; 5.14 has a remedy.
+# $3\Psi / 2\Psi = 1.5$. Between hosts the network is often that slow; 5.11 has a remedy.
 #
 # And on the fast network stage 1 is slower than stage 0, with the same bytes: 0.994 ms. Stage 0 does its whole
 # all-reduce during backward. In stage 1 the second half, the gather, follows the optimizer's step, where nothing
@@ -729,6 +727,7 @@ if rank == 0:
 
 # %%
 assert len({watched.most("activations") for watched in runs}) == 1
+assert round(2048 * (34 * 4096 + 5 * 32 * 2048) / 1e6) == 956 and round(192 * 4096**2 / 64 / 1e6) == 50  # see below
 for stage, watched in enumerate(runs):
     most = ", ".join(f"{kind} {watched.most(kind) / 2**20:.3f} MiB" for kind in ("activations", "buffers"))
     say(f"stage {stage}: model state {watched.model_state / 2**20:.3f} MiB; at most {most}")
@@ -737,7 +736,7 @@ for stage, watched in enumerate(runs):
 # The activations of all four stages are equal to the byte. When are they larger than the model state? In 16 bits, with
 # $a$ heads and stored attention, they take about $BT(34h + 5aT)$ bytes per layer of hidden size $h$ (Korthikanti et al.
 # 2022), and the layer's $12h^2$ parameters at stage 3 take $192h^2/d$. With $h = 4096$, $a = 32$, $d = 64$ and one
-# sample of 2,048 tokens that is 957 MB of activations against 50 MB of state per layer.
+# sample of 2,048 tokens that is 956 MB of activations against 50 MB of state per layer.
 #
 # What helps is recompute (chapter 2), which every stage allows: keep each block's input, forget its inside, compute it
 # again in backward. The second forward of a block then runs inside its backward, where the block is gathered anyway; it
@@ -798,8 +797,9 @@ for every, elements in ((False, Psi + own), (True, own)):
         way = "every microbatch" if every else "no_sync"
         sent = sum(watched.sent.values())
         say(f"stage {stage}, {way}: gradients {8 * elements / 2**20:.3f} MiB, sends {sent / 2**20:.3f} MiB")
-        values = watched.sent.get("all_reduce", 0)  # of the losses and the norm
-        counted[f"stage {stage}, {way}"] = (m, (sent - values) / max(1, runs[0].sent.get("all_reduce", 0)) * 2)
+        losses_and_norm = watched.sent.get("all_reduce", 0)
+        two_psi = max(1, plain.sent.get("all_reduce", 0))  # bytes of stage 0: 2 Psi (d - 1)/d elements
+        counted[f"stage {stage}, {way}"] = (m, 2 * (sent - losses_and_norm) / two_psi)  # in units of Psi (d - 1)/d
     assert same_bits(*bits)
 if rank == 0 and d > 1:
     formulas = {
@@ -885,112 +885,9 @@ if d > 1:  # the first three need a second rank to be mistakes
 # fit, unless somebody counts. (Asked for, it is an option: FSDP's `reshard_after_forward=False` keeps units gathered
 # from forward to backward, which trades that memory for $\Psi$ less on the wire.) The library refuses this mistake:
 # before it gathers a unit, it raises an error if a parameter still has values. `watch.py` leaves that check out.
-#
-# ## 5.11 PyTorch's names
-#
-# *Deeper, 2 minutes.*
-#
-# | minipar | PyTorch | DeepSpeed, Megatron-LM |
-# | --- | --- | --- |
-# | `shard(model, comm, 1)` | `ZeroRedundancyOptimizer` | ZeRO stage 1, `--use-distributed-optimizer` |
-# | `shard(model, comm, 2)` | near it: `reshard_after_forward=False` | ZeRO stage 2 |
-# | `fully_shard(model, comm)` | `fully_shard` (FSDP2), `FULL_SHARD` (FSDP1) | ZeRO stage 3 |
-# | `fully_shard(model, comm, replicas=2)` | the same on a 2-D mesh, `HYBRID_SHARD` (FSDP1) | `mics_shard_size` |
-# | unit | a module for which `fully_shard` was called | a submodule |
-# | chunk of a unit's flat array | FSDP1: `FlatParameter`; FSDP2: a DTensor per parameter, `Shard(0)` | flat, padded |
-# | `unshard`, `wait_for_unshard`, `reshard` | the same names | `GatheredParameters` |
-# | `prefetch` | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
-# | `no_sync` | `set_requires_gradient_sync(False)` | |
-# | `deferred=True` | the device `meta` | `deepspeed.zero.Init` |
-# | `wrapper.parameters()`: shards | `model.parameters()`: DTensors | the optimizer's fp32 partitions |
-#
-# The same in PyTorch: `chapters/pytorch/ch05.py`.
-#
-# ## 5.12 Problems
-#
-# *Deeper, 30 minutes.*
-#
-# The answers are in 5.13, and the cell at its end computes them.
-#
-# 1. A model of 13 billion parameters is trained in mixed precision on 8 GPUs of 80 GB. Activations and buffers take 20
-# GB of each. Which is the first stage that fits, with one backward per step?
-#
-# 2. Parameters and gradients travel in fp16. How many GB does each of the 8 GPUs of problem 1 send per step for its 13
-# billion parameters, with $m = 8$ microbatches: in stage 1; in stage 2 with a reduce-scatter after every microbatch; in
-# stage 3 likewise?
-#
-# 3. A GPU has 60 GB for the model state. How large a model can be trained with stages 1, 2 and 3 on 8 GPUs, and how
-# large on 1,024?
-#
-# 4. 64 GPUs reach $4 \cdot 10^{14}$ operations per second each and send 50 GB/s each, in fp16. How many tokens must a
-# GPU compute per microbatch so that stage 3 hides its gathers? How much longer does a step of one microbatch of 4,096
-# tokens take than if nothing had to be sent? (Leave out latencies and the first and last unit: forward and backward
-# take as long as their gathers if these are longer.)
-#
-# ### For you
-#
-# 1. Hide stage 1's gather: let the next forward start while that of `after_step` is under way. What must a unit's
-# forward wait for? Which method of this chapter starts such a gather, and which waits for it?
-#
-# 2. The last block (not the head) is released after its forward and gathered again a moment later, when backward comes
-# out of the head. Keep it. How many bytes does a step save, and what happens to the peak? Why is it the last block and
-# not the first?
-#
-# 3. A run on 8 ranks is to be continued on 6. A *checkpoint* is what the run writes to files so that another run can
-# take its next step; the batch of a step depends on the seed and the step's number only. Which arrays must it hold, in
-# which form, and which results of the continued run will differ in their last bits from those of 8 ranks? (The global
-# batch divides by both.)
-#
-# ## 5.13 Answers
-#
-# *Deeper, 5 minutes.*
-#
-# <details><summary>Answers</summary>
-#
-# Of the problems:
-#
-# 1. Stage 2: it takes 68.75 GB, stage 1 takes 91.5 GB.
-#
-# 2. 45.5, 204.75 and 546 GB: 2, $m + 1$ and $3m$ times 22.75 GB (table in 5.9).
-#
-# 3. 10.9, 16 and 30 billion parameters on 8 GPUs, 15, 29.8 and 3,840 billion on 1,024. Stages 1 and 2 end at 60/4 and
-# 60/2, however many GPUs there are.
-#
-# 4. 7,875 tokens. With 4,096 the wire is the bottleneck, and a step takes 1.92 times as long.
-#
-# Of "For you":
-#
-# 1. For the gather of its own buckets, and for nothing else. Start the gathers in the model's order, so that the first
-# unit's comes first. `unshard` starts a gather and `wait_for_unshard` waits for it when the unit's forward comes.
-#
-# 2. One all-gather of a block, $\frac{d-1}{d}\Psi_u$ elements per rank. The peak of the step does not rise, because the
-# library gathers the last block again already when the head's forward begins, so that it is there for backward: it is
-# away for a moment only (unit 2 in the schematic of 5.4). The first block would stay through all of forward and
-# backward.
-#
-# 3. Parameters, both means of AdamW, and the number of the step. Each array is stored under its parameter's name as
-# elements of the *whole* parameter, because 6 ranks cut chunks in other places than 8. The sums over ranks have other
-# terms and another order with 6 ranks, so gradients, losses and norms differ in their last bits from those of a run
-# that stays on 8. What is restored (parameters and means) has the same bits.
-#
-# </details>
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-fits = [float(bytes_per_rank(13 * 10**9, 8, stage)) / 1e9 + 20 for stage in range(4)]
-assert fits == [228, 91.5, 68.75, 46]
-
-once_around = float(13 * 2 * Fraction(7, 8))  # GB of one reduce-scatter or all-gather of everything, per GPU
-assert [times * once_around for times in (2, 8 + 1, 3 * 8)] == [45.5, 204.75, 546]
-
-largest = {ranks: [round(60 / float(bytes_per_rank(1, ranks, stage)), 1) for stage in (1, 2, 3)] for ranks in (8, 1024)}
-assert largest == {8: [10.9, 16, 30], 1024: [15, 29.8, 3840]}
-
-needed = Fraction(63, 64) * 2 * Fraction(4 * 10**14, 50 * 10**9) / 2
-assert needed == 7875 and round(float(needed / 4096), 2) == 1.92
-say("problems 1 to 4: the answers are right")
 
 # %% [markdown]
-# ## 5.14 Hybrid sharding
+# ## 5.11 Hybrid sharding
 #
 # *Deeper, 12 minutes.*
 #
@@ -1083,15 +980,117 @@ if rank == 0:
 # where the model needs every GPU's memory: 70 billion parameters at stage 3 within 8 GPUs are 140 GB on each. Then a
 # replica must span several hosts, $s = 16$ or more.
 #
-# **Problem 5.** A model of 30 billion parameters is trained at stage 3 on 64 GPUs, 8 per host. How many GB of model
-# state does each hold over all GPUs, and with 8 replicas? How many GB in 16 bits does each GPU send between hosts per
-# step with 8 replicas?
+# ## 5.12 PyTorch's names
 #
-# <details><summary>Answer</summary>
+# *Deeper, 2 minutes.*
 #
-# 7.5 GB and 60 GB. $2 \cdot \frac{30}{8} \cdot \frac78 = 6.56$ billion elements, which are 13.1 GB.
+# | minipar | PyTorch | DeepSpeed, Megatron-LM |
+# | --- | --- | --- |
+# | `shard(model, comm, 1)` | `ZeroRedundancyOptimizer` | ZeRO stage 1, `--use-distributed-optimizer` |
+# | `shard(model, comm, 2)` | near it: `reshard_after_forward=False` | ZeRO stage 2 |
+# | `fully_shard(model, comm)` | `fully_shard` (FSDP2), `FULL_SHARD` (FSDP1) | ZeRO stage 3 |
+# | `fully_shard(model, comm, replicas=2)` | the same on a 2-D mesh, `HYBRID_SHARD` (FSDP1) | `mics_shard_size` |
+# | unit | a module for which `fully_shard` was called | a submodule |
+# | chunk of a unit's flat array | FSDP1: `FlatParameter`; FSDP2: a DTensor per parameter, `Shard(0)` | flat, padded |
+# | `unshard`, `wait_for_unshard`, `reshard` | the same names | `GatheredParameters` |
+# | `prefetch` | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
+# | `no_sync` | `set_requires_gradient_sync(False)` | |
+# | `deferred=True` | the device `meta` | `deepspeed.zero.Init` |
+# | `wrapper.parameters()`: shards | `model.parameters()`: DTensors | the optimizer's fp32 partitions |
+#
+# The same in PyTorch: `chapters/pytorch/ch05.py`.
+#
+# ## 5.13 Problems
+#
+# *Deeper, 30 minutes.*
+#
+# The answers are in 5.14, and the cell at its end computes them.
+#
+# 1. A model of 13 billion parameters is trained in mixed precision on 8 GPUs of 80 GB. Activations and buffers take 20
+# GB of each. Which is the first stage that fits, with one backward per step?
+#
+# 2. Parameters and gradients travel in fp16. How many GB does each of the 8 GPUs of problem 1 send per step for its 13
+# billion parameters, with $m = 8$ microbatches: in stage 1; in stage 2 with a reduce-scatter after every microbatch; in
+# stage 3 likewise?
+#
+# 3. A GPU has 60 GB for the model state. How large a model can be trained with stages 1, 2 and 3 on 8 GPUs, and how
+# large on 1,024?
+#
+# 4. 64 GPUs reach $4 \cdot 10^{14}$ operations per second each and send 50 GB/s each, in fp16. How many tokens must a
+# GPU compute per microbatch so that stage 3 hides its gathers? How much longer does a step of one microbatch of 4,096
+# tokens take than if nothing had to be sent? (Leave out latencies and the first and last unit: forward and backward
+# take as long as their gathers if these are longer.)
+#
+# 5. A model of 30 billion parameters is trained at stage 3 on 64 GPUs, 8 per host. How many GB of model state does each
+# hold over all GPUs, and with 8 replicas? How many GB in 16 bits does each GPU send between hosts per step with 8
+# replicas?
+#
+# ### For you
+#
+# 1. Hide stage 1's gather: let the next forward start while that of `after_step` is under way. What must a unit's
+# forward wait for? Which method of this chapter starts such a gather, and which waits for it?
+#
+# 2. The last block (not the head) is released after its forward and gathered again a moment later, when backward comes
+# out of the head. Keep it. How many bytes does a step save, and what happens to the peak? Why is it the last block and
+# not the first?
+#
+# 3. A run on 8 ranks is to be continued on 6. A *checkpoint* is what the run writes to files so that another run can
+# take its next step; the batch of a step depends on the seed and the step's number only. Which arrays must it hold, in
+# which form, and which results of the continued run will differ in their last bits from those of 8 ranks? (The global
+# batch divides by both.)
+#
+# ## 5.14 Answers
+#
+# *Deeper, 5 minutes.*
+#
+# <details><summary>Answers</summary>
+#
+# Of the problems:
+#
+# 1. Stage 2: it takes 68.75 GB, stage 1 takes 91.5 GB.
+#
+# 2. 45.5, 204.75 and 546 GB: 2, $m + 1$ and $3m$ times 22.75 GB (table in 5.9).
+#
+# 3. 10.9, 16 and 30 billion parameters on 8 GPUs, 15, 29.8 and 3,840 billion on 1,024. Stages 1 and 2 end at 60/4 and
+# 60/2, however many GPUs there are.
+#
+# 4. 7,875 tokens. With 4,096 the wire is the bottleneck, and a step takes 1.92 times as long.
+#
+# 5. 7.5 GB and 60 GB. $2 \cdot \frac{30}{8} \cdot \frac78 = 6.56$ billion elements, which are 13.1 GB.
+#
+# Of "For you":
+#
+# 1. For the gather of its own buckets, and for nothing else. Start the gathers in the model's order, so that the first
+# unit's comes first. `unshard` starts a gather and `wait_for_unshard` waits for it when the unit's forward comes.
+#
+# 2. One all-gather of a block, $\frac{d-1}{d}\Psi_u$ elements per rank. The peak of the step does not rise, because the
+# library gathers the last block again already when the head's forward begins, so that it is there for backward: it is
+# away for a moment only (unit 2 in the schematic of 5.4). The first block would stay through all of forward and
+# backward.
+#
+# 3. Parameters, both means of AdamW, and the number of the step. Each array is stored under its parameter's name as
+# elements of the *whole* parameter, because 6 ranks cut chunks in other places than 8. The sums over ranks have other
+# terms and another order with 6 ranks, so gradients, losses and norms differ in their last bits from those of a run
+# that stays on 8. What is restored (parameters and means) has the same bits.
 #
 # </details>
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+fits = [float(bytes_per_rank(13 * 10**9, 8, stage)) / 1e9 + 20 for stage in range(4)]
+assert fits == [228, 91.5, 68.75, 46]
+
+once_around = float(13 * 2 * Fraction(7, 8))  # GB of one reduce-scatter or all-gather of everything, per GPU
+assert [times * once_around for times in (2, 8 + 1, 3 * 8)] == [45.5, 204.75, 546]
+
+largest = {ranks: [round(60 / float(bytes_per_rank(1, ranks, stage)), 1) for stage in (1, 2, 3)] for ranks in (8, 1024)}
+assert largest == {8: [10.9, 16, 30], 1024: [15, 29.8, 3840]}
+
+needed = Fraction(63, 64) * 2 * Fraction(4 * 10**14, 50 * 10**9) / 2
+assert needed == 7875 and round(float(needed / 4096), 2) == 1.92
+
+assert [float(bytes_per_rank(30, ranks, 3)) for ranks in (64, 8)] == [7.5, 60]
+assert float(2 * 2 * Fraction(30, 8) * Fraction(7, 8)) == 13.125
+say("problems 1 to 5: the answers are right")
 
 # %% tags=["active-ipynb"]
 # %autopx

@@ -17,10 +17,10 @@
 # before it has finished, so ranks wait. The time they wait is the **bubble**.
 #
 # Four ranks that take turns wait for three quarters of the time. At the end of this chapter the same four ranks wait
-# for 8.6 % of it with 32 microbatches, they keep no more than four of these in memory, and the result is that of one
-# device **bit for bit**. You can then say of such a schedule how long its ranks are idle and why, what it keeps in
-# memory, what it sends, and how its messages can block one another. [Chapter 8](08_beyond_1f1b.ipynb) goes below the
-# 8.6 %, and with eight microbatches only.
+# for 8.6 % of it with 32 microbatches, they keep only a few of these in memory, and the result is that of one device
+# **bit for bit**. You can then say of such a schedule how long its ranks are idle and why, what it keeps in memory,
+# what it sends, and how its messages can block one another. [Chapter 8](08_beyond_1f1b.ipynb) goes below the 8.6 %, and
+# with eight microbatches only.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start

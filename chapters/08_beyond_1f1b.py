@@ -110,15 +110,19 @@ def interleaved_lists(p, m, v=2):
     return lists
 
 
-# What F, I and W take, in eight cases: all claims about idle times below are checked with each.
+# What F, I and W take. Each claim about idle times below is checked with all eight cases.
 CASES = ((1, 1, 1), (4, 5, 3), (2, 3, 1), (3, 2, 5), (1, 3, 2), (1, 1, 3), (2, 3, 6), (4, 1, 6))
 TIMES = [{"F": f, "I": i, "W": w, "B": i + w} for f, i, w in CASES]
-EQUAL, REAL = TIMES[:2]  # 4, 5, 3 is nearer to real layers: see 8.7
-SIZES = list(product(range(1, 7), range(1, 19)))[rank::ranks]  # all p and m; each rank checks its share
+EQUAL = TIMES[0]
+REAL = TIMES[1]  # 4, 5, 3 is nearer to real layers: see 8.7
+every_size = list(product(range(1, 7), range(1, 19)))  # p and m
+SIZES = every_size[rank::ranks]  # those that this rank checks
 for p, m in SIZES:
     if m % p == 0:
-        assert interleaved_lists(p, m) == library_lists("interleaved-1f1b", p, m)
-        assert all(idle(interleaved_lists(p, m), t) == (p - 1) * (t["F"] + t["B"]) for t in TIMES)  # times of a stage
+        lists = interleaved_lists(p, m)
+        assert lists == library_lists("interleaved-1f1b", p, m)
+        for times in TIMES:  # of a stage
+            assert idle(lists, times) == (p - 1) * (times["F"] + times["B"])
 if rank == 0:
     begin = timed(interleaved_lists(4, 8), {"F": 1, "B": 1})
     show(figures.plot_warm_up(begin, p=4, rank=1, stages=8, end=14), "08_warm_up")
@@ -166,7 +170,7 @@ assert idle_units[6] == 19
 from fractions import Fraction
 
 from minipar.parallel.pipeline.actions import Durations, simulate
-from minipar.parallel.pipeline.check import check
+from minipar.parallel.pipeline.check import check, peak_live
 from minipar.parallel.pipeline.schedules import make
 
 if rank == 0:
@@ -243,7 +247,7 @@ if rank == 0:
 # **Memory has two counts.** Counted until `I`, rank $r$ of ZB-H1 holds $p-r$ microbatches, as in 1F1B, and rank 0 of
 # ZB-H2 $2p-1$. But a `W` that is put off keeps its inputs alive. In ZB-H1 $r$ of them wait when rank $r$ does a
 # forward, so counted until `W`, each rank holds $(p-r) + r = p$ microbatches; in ZB-H2 each holds $2p-1$. The pictures
-# and tables of this chapter count until `I`; problem 5 and exercise 11 count until `W`.
+# of this chapter count until `I`, problem 5 and exercise 11 until `W`; the table of 8.5 has both.
 #
 # With $p = 4$, $m = 7$ and the times 4, 5, 3 of `F`, `I` and `W`, 1F1B idles for 36 units. How long do the other two?
 
@@ -300,8 +304,8 @@ if rank == 0:
 
 # %% [markdown]
 # The last rank never waits, and ends at the same time in all three. In the second state only the way up has got
-# shorter, because each rank waits for the `I` of the next one alone. In the third the last rank keeps three `W` for the
-# end. So its last `I` is done $3T_W$ earlier, and rank 0, which ends last, ends earlier by as much.
+# shorter, because each rank waits for the `I` of the next one alone. In the third the last rank keeps three `W` more
+# for the end. So its last `I` is done $3T_W$ earlier, and rank 0, which ends last, ends earlier by as much.
 #
 # ### The longest path of ZB-H1 and ZB-H2
 #
@@ -387,24 +391,45 @@ for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items(
 # ZB-H2 pays with twice the activations. The V-shaped schedule (Qi et al. 2024, arXiv 2405.15362) needs no more than
 # 1F1B: two stages per rank, the second half of the pipeline running *back up*. Rank $r$ has stages $r$ and $2p-1-r$.
 # The last stage lies on rank 0, beside the first. So a microbatch's backward can begin where its forward ended, without
-# a way down. A rank holds at most $2p$ activations of half size. And as both ends are on one rank, embedding and head
-# are there together, and no tied gradient travels. For $T_F = T_I = T_W$ and $m \ge 2p - 1$ no rank ever pauses: the
-# idle time is the start, $p-1$ half-sized forwards. That is the 1/17 = 5.9 % of the first page.
+# a way down. A rank holds at most $2p$ activations of half size, counted until `W` too. And as both ends are on one
+# rank, embedding and head are there together, and no tied gradient travels. For $T_F = T_I = T_W$ and $m \ge 2p - 1$ no
+# rank ever pauses: the idle time is the start, $p-1$ half-sized forwards. That is the 1/17 = 5.9 % of the first page.
 #
-# **DualPipeV** (DeepSeek-V3, 2412.19437) overlaps a forward with a backward on the same V, in pairs such as
-# `(0F5;7B1)OVERLAP_F_B`: one half computes while the other communicates, which hides the all-to-alls of experts. It
-# needs $m \ge 2p$, and idles $(p-1)(T_{F\&B} + T_B - 3T_W)$, with the times of one stage and $T_{F\&B}$ that of a pair.
-# With equal times, and no gain from the overlap, the pair takes 3 units. So with $p = 4$ and $m = 8$ a rank idles for
-# $3 \cdot (3+2-3) = 6$ of 54 units: the 1/9 of 8.5. In the second picture `F` and `I` have a growing share of
-# all-to-alls.
+# **DualPipe** (DeepSeek-V3, 2412.19437) overlaps a forward with a backward, in pairs such as `(0F5;7B1)OVERLAP_F_B`:
+# one half computes while the other communicates. **DualPipeV** does so on the same V as ZB-V. Sea AI Lab derived it, by
+# cutting DualPipe in half. It needs $m \ge 2p$, and idles $(p-1)(T_{F\&B} + T_B - 3T_W)$, with the times of one stage
+# and $T_{F\&B}$ that of a pair. With equal times, and no gain from the overlap, the pair takes 3 units. So with $p = 4$
+# and $m = 8$ a rank idles for $3 \cdot (3+2-3) = 6$ of 54 units: the 1/9 of 8.5. ZB-H1 has that too, with less memory.
+# Why then use DualPipeV? Because a bubble counts waits between ranks, and not the all-to-alls inside an `F` or an `I`.
+# In the second picture these have a growing share. ZB-V, with the smaller bubble, is slower from a share of 8 % on; at
+# a half it takes 1.73 times the computation, and DualPipeV 1.28 times.
 
 # %%
-assert all(idle(library_lists("zbv", p, m), EQUAL) == p - 1 for p, m in SIZES if m >= 2 * p - 1)  # times of a half
+for p, m in SIZES:
+    if m >= 2 * p - 1:
+        assert idle(library_lists("zbv", p, m), EQUAL) == p - 1  # times of a half
+        for actions in make("zbv", p, m).ranks:
+            assert peak_live(actions, freed_by=("W",)) <= 2 * p
 if rank == 0:
     show(plot_schedules({name: lines[name] for name in ("1F1B", "ZB-H1", "ZB-H2", "ZB-V", "DualPipeV")}), "08_gallery")
     show(figures.plot_overlap(4, 16), "08_overlap")
+    for name, at_share in (("zbv", [1.09, 1.73]), ("dualpipev", [1.08, 1.28])):
+        shares = [Fraction(1, 12), Fraction(1)]  # x / (1 + x) of an F is all-to-alls: 8 % and a half
+        times = [simulate(make(name, 4, 16), Durations(1 + x, 1 + x, 1, exchange=x)).makespan / 96 for x in shares]
+        assert [round(float(time), 2) for time in times] == at_share
 
 # %% [markdown]
+# ### The lists of ZB-V
+#
+# *Deeper, 3 minutes.*
+#
+# Rank $r$ does $2(p-r)-1$ forwards of its first stage. Meanwhile microbatch 0 goes down the V and comes back to it.
+# Then $r$ forwards of each stage in turn, until that microbatch's gradient comes from rank 0; then $p-r$ times `F`, `I`
+# and `W` of its second stage, until the gradient has been at the bottom and is back. The steady state alternates: `F`,
+# `I`, `W` of the first stage, `F`, `I`, `W` of the second, and later the same without the first stage's `F`. When no
+# forward is left, other ranks wait for `I` alone, so $r$ `I` of each stage are done without their `W`, which come after
+# them.
+#
 # ### Where DualPipeV's idle time comes from
 #
 # *Deeper, 8 minutes.*
@@ -500,11 +525,12 @@ say("DualPipe on 2p ranks: the times of DualPipeV on p, idle (PP/2 - 1)(F&B + B 
 # %% [markdown]
 # (Where messages take time, DualPipe is a little longer: in the middle it sends what the V keeps on a rank.)
 #
-# Two questions about the paper's table. *Why $-3T_W$, and not $T_F + T_I - T_W$?* The latter is in the sum, and it is
-# ZB-H1's time. $T_{F\&B} - T_B$ for the pairs comes on top, on half as many ranks. Only one $T_W$ is work that a rank
-# does where it would wait. The two others come from writing $T_B - T_W$ for $T_F$ and for $T_I$. *Is the
-# $(PP-1)(T_F + T_B - 2T_W)$ of ZB-H1 there a misprint of $(p-1)(T_F + T_B - T_W)$?* No: DeepSeek's $T_B$ is the whole
-# backward, and Zero Bubble's only the `I`. Both are $(p-1)(T_F + T_I - T_W)$.
+# Two questions about the paper's table. *Why $-3T_W$, when ZB-H1 has only one $T_W$?* For each rank ZB-H1 idles $T_F +
+# T_I - T_W$. DualPipe idles that and $T_{F\&B} - T_B$ for the pairs, but for half as many ranks. Now write $T_B - T_W$
+# for $T_F$, and for $T_I$ too: the sum becomes $T_{F\&B} + T_B - 3T_W$. So one $T_W$ is work that fills a wait, and
+# two are a way of writing. *ZB-H1 has $(PP-1)(T_F + T_B - 2T_W)$ there, and $(p-1)(T_F + T_B - T_W)$ in its own paper.
+# Is that a misprint?* No: DeepSeek's $T_B$ is the whole backward, and Zero Bubble's is the `I` alone. Both are
+# $(p-1)(T_F + T_I - T_W)$.
 #
 # ## 8.5 Memory against bubble
 #
@@ -528,10 +554,9 @@ if rank == 0:
 # %% [markdown]
 # There is no best row. The bubble falls from 3/11 = 0.273 (1F1B) to 3/19 (interleaved), 1/9 (ZB-H1) and 1/17 (ZB-V).
 # With the times 4, 5, 3 ZB-H1 is no better than interleaving: 3/19 for both. Interleaving and ZB-V pay with messages
-# (112 and 96 against 48), ZB-H2 with memory: 7 activations against 4. And all zero-bubble schedules keep $x$ and $dy$
-# for each `W` that waits. The column "W waiting" counts these; the column of activations, counted until `I`, does not
-# contain them. Choose by what is short: memory, network, or time. (What an activation takes in bytes, with recompute
-# and without, is counted in 7.4.)
+# (112 and 96 against 48), ZB-H2 with memory: 7 activations against 4. And zero-bubble schedules keep $x$ and $dy$ until
+# `W`: so counted, each rank of ZB-H1 and of ZB-V holds 4 microbatches. Choose by what is short: memory, network, or
+# time. (What an activation takes in bytes, with recompute and without, is counted in 7.4.)
 #
 # ## 8.6 The lists on the ranks
 #
@@ -582,10 +607,11 @@ for name in ("interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"):
 # list, and at both ends. PyTorch's pipelines batch all messages of a rank on one channel. Two ranks may have a channel
 # of their own, or one for each direction. The executor's list is then right or wrong by the place of its RECVs:
 #
-# - **too early**: a RECV whose message comes later holds up the SENDs behind it. PyTorch's lowering puts it where the
-#   sender is next in turn, however long that takes;
-# - **too late**, just before its use: both ranks of a pair begin with their SENDs, as in 7.6;
-# - `lower` simulates with $T_F = T_I = T_W$ and puts both ends of a message at one moment.
+# - **too early**: the RECV's message is sent much later, and until then it holds up the SENDs behind it. PyTorch's
+#   lowering does so: it goes through the ranks in turn, and does not ask how long anything takes;
+# - **too late**: the RECV stands just before its message is used. Then both ranks of a pair begin with their SENDs, as
+#   in 7.6;
+# - **right**: `lower` simulates with $T_F = T_I = T_W$, and puts a SEND and its RECV at the same moment.
 #
 # A simulation with channels is one with more to wait for: a message waits until it is the first in its channels. Eight
 # ranks with interleaved stages, 16 microbatches and messages that take no time:
@@ -617,25 +643,30 @@ if rank == 0:
 # %% [markdown]
 # In the upper half rank 1 has nothing to do at 2, though `0F1` is done: its message waits behind a RECV from rank 3.
 #
-# No list of `lower` deadlocks on any of these channels, because none does even if sends block. (Those two are one
-# question: a computation that waits for a SEND holds up only results whose SENDs come later.) And with equal times and
-# messages that take none, they cost nothing. Where messages take time they do, since `lower` does not know how long: a
-# RECV can stand after a computation that began just before. For $p = 4$, $m = 8$, times 4, 5, 3 and messages of 1:
+# No list of `lower` deadlocks on any of these channels. It would not even if each SEND stopped its rank until the RECV:
+# all that waits then is a computation, and its results have later SENDs anyway. Where actions take equal times and
+# messages none, channels cost nothing. Where messages take time, channels cost some, because `lower` does not know how
+# long: a message can be there when its RECV stands behind a computation that has just begun. For $p = 4$, $m = 8$,
+# times 4, 5, 3 and messages of 1:
 
 # %%
 if rank == 0:
+    longer = {}  # by how much, with each kind of channel
     for name in SCHEDULES:
         times = [simulate_in_order(lower(make(name, 4, 8)), Durations(4, 5, 3, 1), each).makespan for each in CHANNELS]
         free = simulate(make(name, 4, 8), Durations(4, 5, 3, 1)).makespan
         assert (name == "naive") == (times == [free] * 3) and times == sorted(times, reverse=True)
         say(f"{name:<17} {free:>4} without channels; {times} with one per {', '.join(CHANNELS)}")
+        longer[name] = [time - free for time in times]
+    assert longer["interleaved-1f1b"] == [53, 13, 3]
     assert times == [266, 264, 253] and free == 243  # DualPipeV
 
 # %% [markdown]
-# So one channel per rank is dear where a rank talks to many: interleaved stages send around the ring, 53 of 242 more.
-# One per pair or per direction costs that schedule 13 and 3. Without tags there is a third danger: two RECVs of equal
-# size in the wrong order do not hang, but take each other's message, and only the comparison with one device sees that.
-# `python -m visualize schedule --in-order rank` checks, simulates and draws a list of your own.
+# Interleaved stages lose the most, because they send around the ring, so that each rank talks to two others in both
+# directions. One channel per rank makes the step longer by 53 units of 242, one per pair by 13, one per direction by 3.
+# Without tags there is a third danger. Two RECVs of equal size in the wrong order do not hang: each takes the other's
+# message, and only the comparison with one device sees that. `python -m visualize schedule --in-order rank` checks,
+# simulates and draws a list of your own.
 #
 # ## 8.7 How long `F`, `I` and `W` take
 #
@@ -777,7 +808,7 @@ reveal("bits differ", others, say)
 
 # %% [markdown]
 # Check refuses 1 and 2. Both others compute the right gradients. **3** pays with memory: all $m$ microbatches wait for
-# their `W`, as many as in GPipe, and only the column "W waiting" of 8.5 shows it. **4** adds the same values in another
+# their `W`, as many as in GPipe, and only the column "until W" of 8.5 shows it. **4** adds the same values in another
 # order, so it differs from one device by rounding. No list and no loss curve shows that: only a comparison of bits.
 #
 # ## 8.10 PyTorch's names

@@ -16,9 +16,9 @@
 # experts*: each layer has eight MLPs, the *experts*, and a *router* sends each token to two of them. To train it takes
 # 747 GB, so the experts are divided over devices, and now it is the *tokens* that travel. Many implementations of this
 # were wrong, and nobody saw it. In a run of 12.6 the experts, which have 98 % of the parameters, get twice their
-# gradient: the first norm is 1.472 instead of 1.470, as experts have under 0.2 % of the squared norm at first. At the
-# end of this chapter you can write the router, the exchange and both backward passes, count their bytes, and say which
-# instrument finds such a mistake.
+# gradient. The first norm is then 1.472, and right is 1.470. It hides the mistake, because at first less than 0.2 % of
+# the squared norm is of experts. At the end of this chapter you can write the router, the exchange and both backward
+# passes, count their bytes, and say which instrument finds such a mistake.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start

@@ -133,7 +133,7 @@ def test_the_table_has_a_row_for_each_schedule():
     rows = schedule_table(4, 8).splitlines()
     assert len(rows) == 2 + len(SCHEDULES)
     (row,) = (row for row in rows if row.startswith("ZB-H2"))
-    assert row.split()[1:] == ["1/9", "=", "0.111", "0.125", "7", "7", "1/9", "=", "0.111", "48"]
+    assert row.split()[1:] == ["1/9", "=", "0.111", "0.125", "1", "to", "7", "7", "1/9", "=", "0.111", "48"]
 
 
 def test_outside_a_notebook_exploring_is_one_picture():

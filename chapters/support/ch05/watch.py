@@ -1,4 +1,4 @@
-"""Watch the ZeRO stages: memory, bytes and bits (5.5, 5.9), the model clock (5.6, 5.14), mistakes (5.10)."""
+"""Watch the ZeRO stages: memory, bytes and bits (5.5, 5.9), the model clock (5.6, 5.11), mistakes (5.10)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

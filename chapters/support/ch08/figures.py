@@ -11,7 +11,7 @@ from chapters.support.schedule_paths import Named
 from chapters.support.show import in_notebook
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Durations, Time, simulate
-from minipar.parallel.pipeline.check import check
+from minipar.parallel.pipeline.check import check, peak_live
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize.schedule import NAMES, gallery, plot_schedule
 from visualize.style import COLOURS, INK, Picture, picture
@@ -95,20 +95,32 @@ def plot_memory_and_bubble(points: Mapping[str, tuple[float, float]]) -> Picture
 def schedule_table(p: int, m: int) -> str:
     """Tabulate every schedule: bubbles, memory and messages, with equal times and with T_F, T_I, T_W = 4, 5, 3.
 
-    Activations and waiting W are in units of one rank's layers for one microbatch.
+    Activations are in units of one rank's layers for one microbatch. Counted until I they are what a forward keeps,
+    counted until W also what a W that is put off still needs.
+    The least and the most of all ranks.
     """
     rows = [
-        f"p = {p}, m = {m}         idle / total    idle /   activations  W waiting   times 4, 5, 3:  messages",
-        "                                   ideal    at most      at most     idle / total    per step",
+        f"p = {p}, m = {m}         idle / total    idle /   activations at most    times 4, 5, 3:  messages",
+        "                                   ideal       until I     until W    idle / total    per step",
     ]
     others = gallery(p, m, Durations(4, 5, 3))
     for name, timeline in gallery(p, m).items():
         report, v = check(timeline.schedule), timeline.schedule.stages // p
         bubble, other = Fraction(timeline.bubble_fraction), others[name].bubble_fraction
-        peak, waiting = max(report.peak_activations) / v, max(report.peak_weight_gradients) / v
+        until_input = range_text([peak / v for peak in report.peak_activations])
+        until_weight = range_text([peak_live(actions, freed_by=("B", "W")) / v for actions in timeline.schedule.ranks])
         row = f"{name:<18} {bubble!s:>5} = {float(bubble):.3f}   {float(bubble / (1 - bubble)):.3f}"
-        rows.append(f"{row} {peak:>9g} {waiting:>12g} {other!s:>11} = {float(other):.3f} {sum(report.sends):>9}")
+        rows.append(
+            f"{row} {until_input:>12} {until_weight:>11} {other!s:>11} = {float(other):.3f} {sum(report.sends):>9}"
+        )
     return "\n".join(rows)
+
+
+def range_text(values: Sequence[float]) -> str:
+    """Return the least and the most of some values, or the one that all are."""
+    if min(values) == max(values):
+        return f"{max(values):g}"
+    return f"{min(values):g} to {max(values):g}"
 
 
 def plot_operations(lengths: Sequence[int], operations: Mapping[str, Sequence[float]]) -> Picture:
