@@ -118,7 +118,7 @@ class ModelShape:
 
     def with_copies(self, tp: int) -> ModelShape:
         """Return the model of whose layers a tp rank holds 1/tp: with a head of keys for each rank, at least."""
-        return self if self.groups >= tp else replace(self, kv_heads=tp)
+        return self if self.groups >= min(tp, self.heads) else replace(self, kv_heads=tp)
 
     def tp_divides(self, tp: int) -> bool:
         """Return whether tp divides the heads, and divides those of keys and values or is a

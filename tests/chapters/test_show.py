@@ -57,8 +57,7 @@ for _ in range(2):
 PRINTED = """
 9. A title
 ==========
-How many p are
-there?
+How many p are there?
 
 9.1 Without output
 ~~~~~~~~~~~~~~~~~~

@@ -229,7 +229,7 @@ def read(argv: Sequence[str]) -> Any:
         "trace": timeline.read_trace,
         "mesh": lambda path: mesh.mesh_values(mesh.mesh_traffic(timeline.read_trace(path), path)),
         "loss": measurements.read_metrics,
-        "memory": measurements.read_ledger,
+        "memory": lambda path: measurements.read_ledger(path, rank=0),
         "traffic": measurements.read_bench,
         "plan": plan.read_plan,
         "layouts": plan.read_layouts,

@@ -53,7 +53,8 @@ def parallel_pair(comm, sequence, reduction="ring", column=ColumnLinear, row=Row
     first, second = linear_of(W1, B1), linear_of(W2, B2)
     for parameter, dim in ((first.weight, 1), (first.bias, 0), (second.weight, 0)):
         split_along(parameter, group, dim)
-    second.bias.placement = Placement("bias", second.bias.shape, Partial() if sequence else Replicate())
+    of_tp = Partial(comm.rank, comm.size) if sequence else Replicate()
+    second.bias.placement = Placement("bias", second.bias.shape, of_tp)
     border = Border(group, sequence)
     first, second = column(first, border), row(second, border)
     own = (lambda a: np.ascontiguousarray(group.part(a, 1))) if sequence else (lambda a: a)

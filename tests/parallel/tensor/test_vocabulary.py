@@ -71,7 +71,7 @@ def test_positions_are_looked_up_for_this_ranks_tokens_only(size):
         y = PositionEmbedding(serial, Border(group, sequence=True))(np.arange(T))
         assert np.array_equal(y.data, group.part(table, 0))
         y.backward(np.ones(y.shape))
-        weight.placement = Placement("weight", weight.shape, Partial())
+        weight.placement = Placement("weight", weight.shape, Partial(comm.rank, comm.size))
         TensorParallel(group).sum_partial([weight])
         return weight.grad
 
