@@ -36,7 +36,8 @@ function settingOf({ model, devices, zero, ...rest }) {
 function command(name, s) {
   const flags = {
     model: name, gpus: s.dp * s.tp * s.pp * s.cp, gpu: "h100", "global-batch": s.dp * s.b * s.m,
-    "seq-len": s.T, dp: s.dp, tp: s.tp, pp: s.pp, cp: s.cp, microbatch: s.b, "zero-stage": s.zero, recompute: s.recompute, attention: s.attention,
+    "seq-len": s.T, dp: s.dp, tp: s.tp, pp: s.pp, cp: s.cp, microbatch: s.b,
+    "zero-stage": s.zero, recompute: s.recompute, attention: s.attention,
     ...(s.experts ? { ep: s.ep } : {}), ...(s.pp > 1 ? { schedule: s.schedule } : {}),
     ...(s.tp > 1 ? { "sequence-parallel": s.sequenceParallel ? "on" : "off" } : {}),
   };
