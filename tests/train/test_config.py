@@ -55,6 +55,7 @@ def test_every_flag_arrives_where_it_belongs():
         "--memory": "l.json", "--tp": 2, "--dropout": 0.1, "--save": "c", "--save-every": 5, "--resume": "c",
         "--eval-every": 7, "--eval-data": "e.txt", "--record": "r", "--attention": "full", "--cp": 2,
         "--context-parallel": "ulysses", "--cp-order": "contiguous", "--zero-replicas": 4, "--export-dtype": "float16",
+        "--pack": 3,
     }  # fmt: skip
     argv = [
         str(word)
