@@ -64,6 +64,7 @@ def test_resume_takes_model_data_optimizer_and_seed(saved):
     # Those of other models are resumed in test_llama.py, test_mixtral.py and test_balance.py.
     of_others = {"--model", "--kv-heads", "--ffn", "--experts", "--top-k", "--aux-loss", "--router-bias"}
     of_others |= {"--capacity-factor", "--gradients", "--reduce-dtype", "--skip-nonfinite"}  # test_precision.py
+    of_others |= {"--pack"}  # test_pack.py
     assert {flag for flag in TAKEN if own[flag] == default[flag]} == of_others | {"--eval-every", "--eval-data"}
 
 
