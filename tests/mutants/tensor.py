@@ -122,7 +122,7 @@ MUTANTS = [
         "parallel/tensor/test_llama.py",
         (
             "model: copies of heads need no room",
-            "return self if self.groups >= tp else replace",
+            "return self if self.groups >= min(tp, self.heads) else replace",
             "return self or replace",
         ),
     ),
