@@ -80,7 +80,7 @@ if rank == 0:
 # the rank does one forward, unlike in 1F1B also while the gradient comes back: $2(p-1-r)$ forwards;
 # - then the steady state begins, with a forward and a backward.
 #
-# `timed` and `idle` are those of 7.1. Here they come from a file, in which they also know `I` and `W`.
+# `timed` and `idle` are those of 7.1, and now know `I` and `W`.
 
 # %%
 from itertools import product

@@ -103,7 +103,7 @@ assert coordinates(5, sizes) == {"pp": 0, "dp": 1, "cp": 0, "tp": 1}
 assert [row for axis in AXES for row in rows(axis, sizes) if 5 in row] == [[4, 5, 6, 7], [1, 5], [5, 13]]
 
 # %% [markdown]
-# Compare with the picture. Rank 5 has the coordinates pp 0, dp 1, tp 1.
+# Rank 5 of the picture has the coordinates pp 0, dp 1, tp 1.
 # Its rows are 4, 5, 6, 7 along tp, 1, 5 along dp, and 5, 13 along pp. Neighbours along tp are 1 apart, along dp
 # $t = 4$, along pp $t d = 8$. These distances are the *strides* of the axes.
 #
@@ -266,9 +266,9 @@ say(f"{MINE} --zero-stage 3\n{verdict.line}")
 #
 # *Core, 4 minutes.*
 #
-# A loss is an abstract proof. Let the model write. It reads one sentence over and over, 100 steps, once on one device
-# and once on the eight ranks. Each run saves a checkpoint, and each model continues the word "The", with the likeliest
-# letter at each place. Before training it repeats one letter.
+# Let the model write. It reads one sentence over and over, 100 steps, once on one device and once on the eight ranks.
+# Each run saves a checkpoint, and each model continues the word "The", with the likeliest letter at each place. Before
+# training it repeats one letter.
 
 # %%
 from minipar.comm import chunk_bounds, serial
