@@ -567,7 +567,7 @@ if rank == 0:
 # With the times 4, 5, 3 ZB-H1 is no better than interleaving: 3/19 for both. Interleaving and ZB-V pay with messages
 # (112 and 96 against 48), ZB-H2 with memory: 7 activations against 4. And zero-bubble schedules keep $x$ and $dy$ until
 # `W`: so counted, each rank of ZB-H1 and of ZB-V holds 4 microbatches. Choose by what is short: memory, network, or
-# time. (What an activation takes in bytes, with recompute and without, is counted in 7.4.)
+# time.
 #
 # ## 8.6 The lists on the ranks
 #

@@ -379,7 +379,7 @@ if rank == 0:
 
 # %% [markdown]
 # A pipeline rank sends each activation to *one* other rank, the one with its own dp and tp coordinates. (The picture
-# counts in KiB, 1024 bytes: rank 0's 147,472 bytes over tp are 144 KiB.)
+# counts in KiB, 1024 bytes: 147,472 bytes are 144 KiB.)
 #
 # ## 9.5 Why tp is innermost
 #

@@ -49,11 +49,11 @@ if rank == 0:
 
 # %% [markdown]
 # The left half counts the layouts that are left after each of three tests. **Memory** says what is possible at all.
-# **Bandwidth** says which axis may lie on which wires. The **bubble** says how far a pipeline may grow. Bandwidth
-# keeps layouts that wait for messages at most 10 % of a step, and the bubble those that also idle at most 10 %. The
-# right half shows what a step is spent on in three of the layouts: one that loses at the second test, one that loses at
-# the third, and the fastest of all. Sections 10.2 to 10.4 take one test each, write its formula on plain values, and
-# compare it with the library's planner.
+# **Bandwidth** says which axis may lie on which wires. The **bubble** says how far a pipeline may grow. Bandwidth keeps
+# layouts that wait for messages at most 10 % of a step, and the bubble those that also idle at most 10 %. The right
+# half shows what a step is spent on in three of the layouts: one that loses at the second test, one that loses at the
+# third, and the fastest of all that fit. Sections 10.2 to 10.4 take one test each, write its formula on plain values,
+# and compare it with the library's planner.
 #
 # Of the strategies of this course a planner places these:
 

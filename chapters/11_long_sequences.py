@@ -1029,9 +1029,9 @@ for name, owner in (("zig-zag over the sample", deal([48], 4)), ("in each docume
 # In documents of hundreds of tokens the second line is over 99 %, in each step of the ring too. (Of real GPUs 75.9 % of
 # one device's speed is published for zig-zag in documents and 58.1 % for an all-gather, on 8 H800; that counts messages
 # and small kernels.) In the library: `with mp.packed(position_ids):`, or `--pack ID`, where token ID ends a document.
-# [The museum](../docs/museum.md) has what happens if cp forgets the boundaries (exhibit 31): the loss does not show it,
-# because the model learns to use, or to ignore, what it sees too much. The norm does, beside a right run. Without one
-# take the probe above: change a token of the first document, and look for outputs that move in another.
+# [The museum](../docs/museum.md) has what happens if cp forgets the boundaries (exhibit 31): the loss does not show it.
+# The norm does, beside a right run. Without one take the probe above: change a token of the first document, and look
+# for outputs that move in another.
 #
 # ## 11.14 Problems
 #

@@ -15,7 +15,7 @@
 # Mixtral 8x7B has 46.7 billion parameters, and multiplies each token with 12.9 billion of them. It is a *mixture of
 # experts*: each layer has eight MLPs, the *experts*, and a *router* sends each token to two of them. To train it takes
 # 747 GB, so the experts are divided over devices, and now it is the *tokens* that travel. Well-known frameworks had
-# this wrong for a time (12.6 links four). In a run of 12.6 the experts, which have 98 % of the parameters, get twice
+# this wrong for a time (12.6 links three). In a run of 12.6 the experts, which have 98 % of the parameters, get twice
 # their gradient. The first gradient norm printed is 1.472; the right one is 1.470. The norm hides the mistake, because
 # at first the experts contribute less than 0.2 % of its square. At the end of this chapter you can write the router,
 # the exchange and both backward passes, count their bytes, and say which instrument finds such a mistake.
