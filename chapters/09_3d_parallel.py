@@ -458,7 +458,7 @@ if rank == 0:
 #
 # So rank numbers run tp, dp, pp from the inside out, and $t$ should divide the ranks of a host. Megatron has the same
 # order. It is no law: with more microbatches tp and pp send more and dp does not; with ZeRO 3 dp may send more than tp
-# (9.4's table). Count first.
+# (9.4's table).
 #
 # ### Where the time goes
 #

@@ -391,7 +391,7 @@ NVLINK, NETWORK = (S_beta / S["a100"] for S_beta in balance["a100"])  # beta
 assert [round(x) for x in balance["a100"] + balance["h100"]] == [975, 11700, 1621, 14588]
 
 # %% [markdown]
-# From the A100 to the H100 products became 2.5 times as fast, NVLink 1.5 times, the network twice. The gap widens.
+# From the A100 to the H100 products became 2.5 times as fast, NVLink 1.5 times, the network twice.
 #
 # Now compare what each axis sends with what it computes, for a GPT layer and $BT$ tokens, without attention's core.
 #
@@ -771,8 +771,8 @@ say(f"7.5B on 4096 A100s: {shown[1]:.1%}, without latencies {without:.1%}; with 
 #
 # *Core, 10 minutes.*
 #
-# A planner prints a table, whether it is right or not. So far it agrees with formulas, and a formula cannot say what it
-# has forgotten. A run can. minipar trains on a clock of our choice, so we compare twice.
+# So far the planner agrees with formulas, and a formula cannot say what it has forgotten. A run can. minipar trains on
+# a clock of our choice, so we compare twice.
 #
 # **On the clock `model`** a training step is real: ranks compute all products, send all messages, update all
 # parameters. Only the time is modelled. The clock moves by operations / $S$ with each product and by $\alpha + n\beta$
