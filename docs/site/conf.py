@@ -94,9 +94,9 @@ mathjax3_config = {
 
 # The scripts of pages and their modules, each of which imports from earlier ones alone.
 SCRIPTS = {
-    "explorers": ("memory", "models", "schedules", "traffic", "layouts", "draw", "forms", "page", "board"),
-    "start": ("schedules", "draw", "map"),
-    "player_page": ("schedules", "draw", "player"),
+    "explorers": ("memory", "models", "actions", "schedules", "traffic", "layouts", "draw", "forms", "page", "board"),
+    "start": ("actions", "draw", "map"),
+    "player_page": ("actions", "draw", "player"),
 }
 
 

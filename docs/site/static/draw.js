@@ -1,6 +1,6 @@
 // Small SVG pictures: a schedule's timeline, activations alive, stacked bars. Colours as in visualize/style.py.
 
-import { actionText, halvesOf } from "./schedules.js";
+import { actionText, halvesOf } from "./actions.js";
 
 export const COLOURS = {
   F: "#0072B2", B: "#E69F00", I: "#CC79A7", W: "#9FDBCA",
