@@ -25,6 +25,7 @@ CONTENTS = """
 :caption: To try
 
 /docs/site/explorers
+/docs/site/editor
 /docs/site/collectives
 /docs/site/gallery
 /chapters/exercises/README
@@ -96,6 +97,10 @@ mathjax3_config = {
 SCRIPTS = {
     "explorers": ("memory", "models", "actions", "schedules", "traffic", "layouts", "draw", "forms", "page", "board"),
     "start": ("actions", "draw", "map"),
+    "editor_page": (
+        *("actions", "schedules", "csv", "in_order", "check", "path", "edits", "grade"),
+        *("draw", "forms", "chips", "editor"),
+    ),
     "player_page": ("actions", "draw", "player"),
 }
 
