@@ -43,6 +43,7 @@ const edits = {
   later: textOf(moved(rows, { rank: 0, place: 0 }, { rank: 0, place: 2 })),
   earlier: textOf(moved(rows, { rank: 1, place: 1 }, { rank: 1, place: 0 })),
   elsewhere: textOf(moved(rows, { rank: 0, place: 1 }, { rank: 1, place: 1 })),
+  middle: textOf(moved([["0F0", "0F1", "0B0"]], { rank: 0, place: 0 }, { rank: 0, place: 2 })),
   cut: textOf(cutBackwards(rows)),
 };
 const settings = JSON.parse(readFileSync(0, "utf8"));

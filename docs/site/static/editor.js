@@ -99,6 +99,13 @@ function saveLink(lists) {
     href: `data:text/csv;charset=utf-8,${encodeURIComponent(found)}` }, "save as CSV");
 }
 
+// The command that trains with the saved schedule, with a layer in each stage.
+function command(lists) {
+  const { stages, microbatches: m } = survey(lists);
+  return `mpirun -n ${lists.length} python -m minipar.train --pp ${lists.length} --layers ${stages} `
+    + `--microbatches ${m} --global-batch ${m} --schedule ${NAME}.csv`;
+}
+
 const board = chipBoard();
 let old = []; // the pictures of the last schedule that was right
 
@@ -115,7 +122,9 @@ function show(settings, change) {
   }
   old = pictures(found.lists, found.report, settings);
   const words = "The checker: every action is there once, and nobody waits forever.";
-  return [card("good", "right", words), ...verdict(settings), ...old, paragraph(saveLink(found.lists))];
+  return [card("good", "right", words), ...verdict(settings), ...old,
+    paragraph(saveLink(found.lists), " and train with it:"),
+    element("pre", { class: "scrolls", tabindex: 0 }, command(found.lists))];
 }
 
 const EQUAL = { F: 1, I: 1, W: 1, comm: 0 };

@@ -21,7 +21,7 @@ function control({ type, name, least, most, options }) {
     return element("select", { name }, ...options.map((option) => element("option", {}, String(option))));
   }
   if (type === "yes") return element("input", { name, type: "checkbox" });
-  if (type === "lines") return element("textarea", { name, rows: 6, wrap: "off", spellcheck: "false" });
+  if (type === "lines") return element("textarea", { name, rows: 8, wrap: "off", spellcheck: "false" });
   if (type === "power") return element("input", { name, type: "range", min: 0, max: Math.log2(most), step: 1 });
   return element("input", { name, type: "number", min: least, max: most, step: type === "whole" ? 1 : "any" });
 }
