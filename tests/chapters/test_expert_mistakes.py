@@ -10,7 +10,7 @@ def right():
     return mistakes.examine("nothing broken")
 
 
-def test_in_its_first_steps_the_right_program_is_noticed_by_nothing(monkeypatch):
+def test_at_first_the_right_program_is_noticed_by_nothing(monkeypatch):
     monkeypatch.setattr(mistakes, "STEPS", 3)
     run = mistakes.examine("nothing broken")
     assert (run["noticed"], run["named"]) == ([], "")
