@@ -26,6 +26,7 @@ CONTENTS = """
 
 /docs/site/explorers
 /docs/site/collectives
+/docs/site/traces
 /docs/site/gallery
 /chapters/exercises/README
 /chapters/pytorch/README
@@ -97,6 +98,10 @@ SCRIPTS = {
     "explorers": ("memory", "models", "schedules", "traffic", "layouts", "draw", "forms", "page", "board"),
     "start": ("schedules", "draw", "map"),
     "player_page": ("schedules", "draw", "player"),
+    "traces": (
+        *("schedules", "draw", "forms"),
+        *("trace", "trace_colours", "trace_rows", "trace_words", "trace_moves", "trace_page"),
+    ),
 }
 
 
