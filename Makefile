@@ -117,7 +117,7 @@ test: $(VENV)/.test
 quick: $(VENV)/.test
 	$(TWO_AT_A_TIME) $(QUICK) $(PYTEST)
 
-# Steps of a 3D training over threads, each in another order of the threads; `make test` runs 20.
+# Steps of a 3D training over threads, each in another order of the threads; `make test` runs 12.
 test-schedules: $(VENV)/.test
 	MINIPAR_SCHEDULES=1000 $(BIN)/python -m pytest tests/comm/test_thread_schedules.py $(PYTEST)
 

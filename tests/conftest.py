@@ -1,6 +1,7 @@
 """Shared by all tests. Every test process is set up as a rank is: with one BLAS thread."""
 
 import gc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,6 +10,20 @@ from minipar import backend
 
 backend.prepare_process()
 gc.disable()  # until the tests are collected: they are all kept
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are `long` are left out
+def pytest_collection_modifyitems(items):
+    """Mark the cases of a `sampled` test as `long`, all but each `every`-th."""
+    cases = Counter()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None:
+            (every,) = marker.args
+            test = (item.path, item.originalname)
+            if cases[test] % every != 0:
+                item.add_marker(pytest.mark.long)
+            cases[test] += 1
 
 
 def pytest_collection_finish():

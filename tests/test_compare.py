@@ -47,6 +47,7 @@ def record(directory, flags, dtype="float64"):
     return run_local(config.mesh.dp * config.mesh.tp * config.mesh.pp, rank)[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("flags", LAYOUTS)
 def test_the_record_of_a_layout_equals_one_devices(flags, dtype, tmp_path):

@@ -150,6 +150,7 @@ def ledgers(size, flags):
     return run_local(size, rank)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("size", "dtype"), [*((n, "float32") for n in (1, 2, 3, 5, 8)), (1, "float64"), (3, "float64")]
 )
@@ -164,6 +165,7 @@ def test_model_state_is_the_formulas_at_every_moment_of_a_step(stage, size, dtyp
     assert shares == psi
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", ["--hidden 14 --heads 2", "--model mixtral --experts 3 --hidden 12 --heads 2"])
 @pytest.mark.parametrize("flags", ["--tp 2", "--pp 2 --microbatches 2", "--tp 2 --pp 2"])
 @pytest.mark.parametrize("stage", [0, 1])
@@ -174,6 +176,7 @@ def test_model_state_under_tp_and_pp_is_the_formulas_too(stage, flags, model):
         assert {held[:3] for _, held in moments} == {(state.parameters, state.gradients, state.optimizer)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulating_microbatches_keep_gradients_whole(stage, size):

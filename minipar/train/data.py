@@ -160,11 +160,20 @@ class Batches:
     random      sample i of step s starts at the i-th 64-bit number of a Philox stream (Salmon et al. 2011) keyed by
                 (seed, "data") and positioned at step s, modulo the number of starts that leave room for a sample
 
-    With a `separator` a sample holds several documents, each of which ends with that token.
+    With a `separator` a sample holds several documents, each of which ends with that token. `part`
+    gives the tokens of each sample that this rank computes; context parallelism has such a function.
     """
 
     def __init__(
-        self, tokens: Tokens, *, seq_len: int, global_batch: int, order: str, seed: int, separator: int | None = None
+        self,
+        tokens: Tokens,
+        *,
+        seq_len: int,
+        global_batch: int,
+        order: str,
+        seed: int,
+        separator: int | None = None,
+        part: Callable[[np.ndarray], np.ndarray] = np.asarray,
     ) -> None:
         self.tokens = tokens
         self.seq_len = seq_len
@@ -172,7 +181,7 @@ class Batches:
         self.order = order
         self.seed = seed
         self.separator = separator
-        self.part: Callable[[np.ndarray], np.ndarray] = np.asarray  # replaced by context parallelism
+        self.part = part
 
     def positions(self, step: int) -> np.ndarray:
         """Return the text position of every input token of the step, (B, T) int64.

@@ -103,8 +103,8 @@ class Trainer:
             order=config.data.order,
             seed=config.run.seed,
             separator=config.data.pack,
+            part=self.context.part,
         )
-        self.batches.part = self.context.part
         self.balance = RouterBalance(self.model, config.model, mesh, self.tokens_per_step)
         self.moes = self.balance.moes
 
@@ -138,9 +138,8 @@ class Trainer:
                 self.pipeline.send_tied_weight(self.ddp.gather_parameter)
         seconds = time.perf_counter() - start
 
-        speed = self.tokens_per_step / seconds
         skipped = self.scaler.skipped if self.scaler.can_skip else None
-        result = StepResult(step, loss, grad_norm, seconds, speed, dropped, skipped)
+        result = StepResult(step, loss, grad_norm, seconds, self.tokens_per_step / seconds, dropped, skipped)
         for report in self.step_callbacks:
             with unseen(self.mesh.world):
                 report(result)

@@ -118,15 +118,15 @@ def test_sums_and_means_are_numpys(dim):
         np.testing.assert_allclose(Tensor(x).mean(dim, keepdims).data, x.mean(dim, keepdims=keepdims), rtol=1e-13)
 
 
-def test_a_chain_of_100_000_additions_does_not_recurse():
+def test_a_chain_of_20_000_additions_does_not_recurse():
     x = Tensor(np.array(1.0), requires_grad=True)
     y = x
-    for _ in range(100_000):
+    for _ in range(20_000):
         y = y + 1e-5
     y.backward()
     assert x.grad == 1.0
     z = x
-    for _ in range(100_000):
+    for _ in range(20_000):
         z = z + x
     del z  # a graph nobody ran is also freed without recursion
 

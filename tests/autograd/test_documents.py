@@ -78,6 +78,7 @@ def test_a_packed_document_has_its_logits_alone(name, method, small_blocks):
         np.testing.assert_allclose(logits[[sample], tokens], alone, rtol=0, atol=1e-12 * np.abs(alone).max())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", MODELS)

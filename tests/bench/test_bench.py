@@ -43,6 +43,7 @@ def rows_of_three_ranks():
     return {name: json.loads(result.stdout) for name, result in zip(ON_THREE_RANKS, results, strict=True)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("subcommand", ["zero", "step"])
 def test_zero_and_step_on_several_ranks_compare_the_stages(subcommand, rows_of_three_ranks):
     rows = rows_of_three_ranks[subcommand]
@@ -61,6 +62,7 @@ def test_overlap_compares_two_synchronizations_with_computation(rows_of_three_ra
         assert row["ratio"] == pytest.approx(row["wall_seconds"] / (row["cpu_seconds"] / row["cores"]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (3, 6)])
 def test_pipeline_compares_bubbles_with_their_predictions(ranks, microbatches, rows_of_three_ranks):
     flags = f"pipeline --batch 1 --microbatches {microbatches} {SMALL}"

@@ -29,6 +29,7 @@ def test_a_message_is_priced_by_the_axis_of_its_ranks():
     assert network.seconds(nbytes, 3, 2) == network.seconds(nbytes, 4, 0) == pytest.approx(3e-6 + 2048e3 / 450e9)
 
 
+@pytest.mark.long
 def test_ranks_share_the_jobs_and_all_have_the_timings():
     jobs = [eight.Job(None, "NVLink", 2), eight.Job("tp", "Ethernet", 2), eight.Job("pp", "Ethernet", 2, traced=True)]
     alone = eight.simulate(serial(), jobs)

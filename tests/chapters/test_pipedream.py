@@ -43,6 +43,7 @@ def on_one_device(staleness, microbatches):
     return gpt.state_dict(), losses
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("microbatches", [1, 5, 21])
 @pytest.mark.parametrize(("stages", "group"), [(1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (2, 2), (3, 2), (4, 3), (8, 7)])
 def test_ranks_end_with_one_devices_bits_on_the_same_old_weights(stages, group, microbatches):

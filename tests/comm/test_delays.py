@@ -94,6 +94,7 @@ def every_collective(comm):
     return results + [works[key].wait().tobytes() for key in sorted(works)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("p", RANKS)
 def test_collectives_have_the_same_bits_however_late(p):
     expected = run_local(p, every_collective)
@@ -173,6 +174,7 @@ def train(comm, combination):
     return reports(results), bits(held), bits(trainer.state_dict())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_has_the_same_bits_however_late(layout):
     combination = LAYOUTS[layout]

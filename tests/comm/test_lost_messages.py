@@ -79,6 +79,7 @@ def messages():
     return random.Random(0).sample(found := messages_of(LAYOUT.ranks, one_step), len(found))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
 def test_a_lost_message_of_training_names_its_axis(axis, messages):
     """The axis is in the name of the group: world/2.dp4."""

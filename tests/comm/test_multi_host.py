@@ -30,6 +30,7 @@ def run(folder, per_host, *flags):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("per_host", "inside", "across"), [(2, "tp", "dp"), (1, "dp", "tp")])
 def test_training_on_two_hosts_equals_one_device(machine, tmp_path, per_host, inside, across):
     """dp=2, tp=2. With two ranks on each host only gradients cross; dealt one by one, every sum of activations does."""
@@ -53,6 +54,7 @@ def test_training_on_two_hosts_equals_one_device(machine, tmp_path, per_host, in
         assert counted < wire[way] < 1.1 * counted + slack
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hierarchical", [True, False])
 def test_a_hierarchical_all_reduce_sends_less_over_the_cable(machine, tmp_path, hierarchical):
     """8 MB on 2 x 2 ranks: 2(n/s)(q-1)/q from each rank of a host, 8 MB; a ring of four sends 2n(3/4), 12 MB."""
@@ -77,6 +79,7 @@ assert (x == 4).all()
         assert counted < nbytes < 1.1 * counted + 200_000
 
 
+@pytest.mark.long
 def test_hybrid_sharding_sends_sums_of_shards_over_the_cable(machine, tmp_path):
     """Stage 3 of two microbatches: parameters are gathered inside each host; the chunks' gradients cross once."""
     trace, flags = tmp_path / "trace.json", ["--zero-stage", "3", "--zero-replicas", "2", "--microbatches", "2"]
@@ -96,6 +99,7 @@ def test_hybrid_sharding_sends_sums_of_shards_over_the_cable(machine, tmp_path):
         assert counted < two_hosts.on_the_wire(tmp_path)[way] < 1.1 * counted + slack
 
 
+@pytest.mark.long
 def test_a_pipeline_across_hosts_equals_one_device(machine, tmp_path):
     done = run(tmp_path, 2, "--pp", "2", "--dp", "2", "--microbatches", "4", "--reduction", "ordered", "--verify")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -23,7 +23,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.strategies import SearchStrategy
 
 ROOT = Path(__file__).parents[2]
-CASES = int(os.environ.get("MINIPAR_FUZZ_CASES", "1500"))  # over all targets
+CASES = int(os.environ.get("MINIPAR_FUZZ_CASES", "600"))  # over all targets
 SEED = int(os.environ.get("MINIPAR_FUZZ_SEED", "1"))
 FEWEST = 10  # cases of a target
 set_hypothesis_home_dir(ROOT / "out" / "hypothesis")  # its tables of characters

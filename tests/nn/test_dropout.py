@@ -260,6 +260,7 @@ def losses(results):
     return [(r.loss, r.grad_norm) for r in results]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_ordered_ranks_with_dropout_train_one_devices_bits(size):
     flags = f"--global-batch {size * 2} --reduction ordered --microbatches {1 + size % 2}"
@@ -269,6 +270,7 @@ def test_ordered_ranks_with_dropout_train_one_devices_bits(size):
         assert verdict.passed and "bit for bit" in verdict.line, verdict.line
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("extra", ["", "--microbatches 2 --recompute full", "--microbatches 2 --sync-every-microbatch"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [2, 3])

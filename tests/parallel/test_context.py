@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 from combinations import TEXT, VOCAB
-from sampled import sampled
 from training import config_for, trainer_for, verdicts
 
 from minipar.autograd import Tensor, causal_attention, flop_counter
@@ -127,6 +126,7 @@ def test_the_ring_and_the_gather_add_up_the_same(order):
         np.testing.assert_allclose(da, db, rtol=0, atol=1e-13)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduction", ["ring", "ordered"])
 @pytest.mark.parametrize("kv_heads", [8, 4, 2])
 @pytest.mark.parametrize("ranks", RANKS)
@@ -211,7 +211,8 @@ def one_device(method):
 MODELS = [(ranks, *way, recompute) for ranks in RANKS for way in WAYS for recompute in (False, True)]
 
 
-@pytest.mark.parametrize(("ranks", "method", "order", "recompute"), sampled(MODELS, every=5))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("ranks", "method", "order", "recompute"), MODELS)
 def test_a_model_has_one_devices_loss_and_gradients(ranks, method, order, recompute):
     loss, expected = one_device(method)
     for own, found in run_local(ranks, gradients, method, order, recompute):
@@ -418,6 +419,7 @@ class OnlyOverDp(Trainer):
 MISTAKES = [LossTimesCp, OneHopShort, StaleInBackward, PositionsFromZero, OnlyOverDp]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [Trainer, OtherRing, *MISTAKES], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("order", ORDERS)
 def test_mistakes_that_others_shipped_are_caught(kind, order):

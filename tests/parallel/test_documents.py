@@ -5,7 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 from combinations import VOCAB
-from sampled import sampled
 
 from minipar.autograd import Tensor, causal_attention, flop_counter, packed
 from minipar.comm import run_local
@@ -118,9 +117,9 @@ def attention(comm, method, order, ids):
     return out.data, own.grad, *expected, sum(counted), comm.traffic.bytes()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("method", "order", "ranks"),
-    sampled([(*way, c) for way in WAYS for c in RANKS if way[0] != "ulysses" or c != 3], 3),
+    ("method", "order", "ranks"), [(*way, c) for way in WAYS for c in RANKS if way[0] != "ulysses" or c != 3]
 )
 def test_attention_over_ranks_is_one_devices(method, order, ranks):
     if method == "ulysses" and HEADS % ranks:
@@ -161,9 +160,8 @@ def gradients(comm, name, method, order="zigzag", recompute=False):
     return loss.item(), {name: p.grad.copy() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "order"), sampled([(name, *way) for name in ("gpt2", "llama") for way in WAYS], 3)
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("name", "method", "order"), [(name, *way) for name in ("gpt2", "llama") for way in WAYS])
 def test_a_model_has_one_devices_loss_and_gradients(name, method, order):
     loss, expected = run_local(1, gradients, name, method)[0]
     for own, found in run_local(4, gradients, name, method, order, order != "zigzag"):

@@ -162,6 +162,7 @@ def trained(layout, kind=Trainer):
     return config, run_local(ranks_of(config), program)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_trains_as_one_device_and_sends_what_is_predicted(layout):
     config, ranks = trained(layout)
@@ -171,6 +172,7 @@ def test_it_trains_as_one_device_and_sends_what_is_predicted(layout):
         assert sent == [predicted_traffic(step_layout(config), rank)] * len(sent)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["--dp 4 --ep 2", "--dp 6 --ep 3", "--dp 6 --ep 2", "--dp 3 --cp 2 --ep 6"])
 def test_every_zero_stage_has_the_bits_of_plain_dp(mesh):
     layout = f"{mesh} --global-batch 12 --clip-grad 0.3 --reduction ring --zero-stage"
@@ -257,6 +259,7 @@ def test_a_rank_holds_all_but_experts_and_its_share_of_them(stage):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -415,6 +418,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_mistakes_that_others_shipped_are_found(mistake):
     layout, found = MISTAKES[mistake]

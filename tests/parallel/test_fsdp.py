@@ -154,6 +154,7 @@ def most_at_a_time(size, kind, watched=Watched, **kwargs):
     return tuple(max(counts) for counts in zip(*run_local(size, rank), strict=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", ["ring", "ordered"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_stage_2_never_has_more_than_two_full_gradients(size, algorithm):
@@ -161,6 +162,7 @@ def test_stage_2_never_has_more_than_two_full_gradients(size, algorithm):
     assert 1 <= gradients <= 2 and others == [0, 0, 0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_stage_3_never_has_more_than_two_units_parameters(size):
     """With prefetching the one in use and the next one; without, only the one in use."""
@@ -280,6 +282,7 @@ def nothing(ddp):
     pass
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("forward", [loss_of, forward_with_a_graph])
 @pytest.mark.parametrize("kind", [ZeroStage1, ZeroStage2, FullyShardedDataParallel])
 @pytest.mark.parametrize("size", [1, 3])

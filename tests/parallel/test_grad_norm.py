@@ -55,6 +55,7 @@ def norms(layout, stage, max_norm=None, inspect=lambda trainer, norm: norm, **wr
     return run_local(ranks_of(config), rank)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_element_counts_once_in_the_same_bits_at_each_stage(layout):
     by_stage = [norms(layout, stage) for stage in range(4)]
@@ -99,6 +100,7 @@ def test_clipping_scales_every_element_and_returns_the_norm(layout, stage):
     assert norms(layout, stage, 0.5, check)[0] == pytest.approx(NORM, rel=1e-14)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_sends_what_the_docstring_says(layout, stage):

@@ -47,6 +47,7 @@ def one_device(ranks, flags):
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("flags", ["", "--microbatches 3"])
 @pytest.mark.parametrize(("ranks", "replicas"), GRIDS)
 def test_every_stage_trains_one_devices_bits_in_the_nested_order(ranks, replicas, flags):
@@ -67,6 +68,7 @@ def test_every_microbatch_may_be_summed_over_the_replicas(stage):
     assert train(6, flags) == one_device(6, flags)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "replicas"), GRIDS)
 def test_in_a_ring_all_stages_train_the_same_bits(ranks, replicas):
     runs = [train(ranks, f"--zero-stage {stage} --zero-replicas {replicas}") for stage in SHARDED]
@@ -147,6 +149,7 @@ def counted(ranks, flags):
     return config, run_local(ranks, rank)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize(("s", "q"), [(2, 2), (4, 2), (2, 3), (1, 4)])
@@ -321,6 +324,7 @@ class SumsOverReplicasTooEarly(Trainer):
         self.ddp.shard_comm.inside = self.Comm(self.ddp.shard_comm.inside)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("kind", [
     ForgetsTheSumOverReplicas, CountsTheNormOfEveryReplica, SumsOverReplicasTooEarly,

@@ -37,6 +37,7 @@ def share(rank, ranks):
     return x[rank::ranks], y[rank::ranks]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_without_samples_counts_as_zero(name, stage):

@@ -30,6 +30,7 @@ def on_ranks(layout, stage, inspect):
     return run_local(ranks_of(config), lambda comm: inspect(trainer_for(config, TEXT, comm)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_ranks_own_each_element_of_each_parameter_once(layout, stage):
@@ -56,6 +57,7 @@ def test_the_ranks_own_each_element_of_each_parameter_once(layout, stage):
         assert sum(held.size for held in parts.values()) >= int(np.prod(serial.shapes[name]))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rank_0_gets_the_serial_models_state_and_the_others_none(layout, stage):

@@ -70,6 +70,7 @@ def gradient_of_all_ranks(size):
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("clip", [0, 1])
 @pytest.mark.parametrize("reduction", ["ring", "ordered"])
 @pytest.mark.parametrize(
@@ -90,6 +91,7 @@ ONE_DEVICE_FLAGS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("flags", ONE_DEVICE_FLAGS)
 @pytest.mark.parametrize(
     ("size", "stages"), [(1, SHARDED), (2, [3]), (3, SHARDED), (4, [3]), (5, [3]), (6, [3]), (7, [2, 3]), (8, [3])]
@@ -100,6 +102,7 @@ def test_in_rank_order_every_stage_trains_one_devices_bits(size, stages, flags):
         assert train(size, f"{every} --zero-stage {stage}") == one_device(size, every), f"stage {stage}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_synchronizing_every_microbatch_adds_in_that_order(size, stage):
@@ -171,6 +174,7 @@ def bytes_of_a_step(size, flags, **kwargs):
     return run_local(size, rank)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("flags", ["--reduction ring", "--reduction ordered --dtype float32 --layers 2"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("stage", [0, *SHARDED])
@@ -231,6 +235,7 @@ def test_under_no_sync_gradients_add_up_and_none_is_sent(size, stage):
 # ---- the norm --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [0, *SHARDED])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_the_norm_counts_each_element_once_and_clips_the_whole(size, stage):
@@ -338,6 +343,7 @@ def test_a_zero_optimizer_sums_tied_gradients_too(size):
         np.testing.assert_allclose(weight, alone, rtol=1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduction", ["ring", "ordered"])
 @pytest.mark.parametrize("kind", MISTAKES)
 def test_verify_catches_the_mistake(kind, reduction):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from planning import layout
-from sampled import sampled
 
 from minipar.bench.costs import Costs, Machine, Shape, load_machine
 from minipar.bench.layouts import (
@@ -117,9 +116,8 @@ def test_messages_take_the_networks_time_or_none_if_free():
     assert time.dp == pytest.approx(2 * ends * 4 / 2 * 1e-10, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "which", sampled(range(len(LAYOUTS)), every=3), ids=[flags or "one device" for flags in LAYOUTS]
-)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("which", range(len(LAYOUTS)), ids=[flags or "one device" for flags in LAYOUTS])
 def test_memory_is_within_10_percent_of_the_ledger(which):
     resolved = configs(ModelConfig(8, 64, 8, 32, 64), 32, 8)
     config = resolved[which]

@@ -172,6 +172,7 @@ def test_cp_its_method_and_its_order_narrow_the_search():
     assert slow["seconds"]["compute"] > 1.5 * zigzag["seconds"]["compute"], "attention's efficiency is 8/15"
 
 
+@pytest.mark.long
 def test_short_sequences_are_cut_only_where_it_is_asked_for():
     assert "cp" not in printed_by(*GIVEN).split()
     assert {one["cp"] for one in found_plans(top="50")} == {1}
@@ -209,6 +210,7 @@ def test_a_dense_models_table_has_no_experts():
     assert "ep" not in printed.split() and "experts" not in printed and "of which a token uses" not in printed
 
 
+@pytest.mark.long
 def test_tp_goes_over_hosts_only_where_it_is_asked_for():
     assert max(one["tp"] for one in found_plans(top="50")) == 8
     asked = found_plans(tp="16", top="50")

@@ -6,7 +6,6 @@ from fractions import Fraction
 import pytest
 from combinations import TEXT
 from planning import a100s, layout
-from sampled import sampled
 from training import config_for, ranks_of, trainer_for
 
 from minipar.bench.layouts import RECORDED, framework_of, layout_of, modelled_step, shape_of
@@ -60,6 +59,7 @@ def bytes_of_a_step(config, axis):
     return run_local(ranks_of(config), rank)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("flags", RUNS)
 def test_bytes_over_cp_are_those_that_a_run_counts(flags):
     config = config_for(f"{SHAPE} {flags}")
@@ -78,6 +78,7 @@ def test_gradients_travel_over_dp_and_cp_together(zero):
     assert sent == volume(shape_of(config), one, config.model.seq_len, framework_of(config)).dp
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("length", [32, pytest.param(256, marks=pytest.mark.long)])
 @pytest.mark.parametrize("flags", RUNS)
 def test_memory_is_within_10_percent_of_the_ledger(flags, length):
@@ -173,6 +174,7 @@ def bounds(flags):
     return 1 - 3e-4, 1 + 3e-4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("flags", ONE_HOST)
 def test_steps_of_mostly_messages_take_the_predicted_time(flags):
     measured, predicted = compared(3e11, flags)
@@ -180,9 +182,8 @@ def test_steps_of_mostly_messages_take_the_predicted_time(flags):
     assert least * measured <= predicted <= most * measured
 
 
-@pytest.mark.parametrize(
-    ("flops", "flags"), sampled([(flops, flags) for flops in (1e9, 1e10) for flags in ONE_HOST], every=2)
-)
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("flops", "flags"), [(flops, flags) for flops in (1e9, 1e10) for flags in ONE_HOST])
 def test_steps_that_hide_messages_take_the_predicted_time(flags, flops):
     measured, predicted = compared(flops, flags)
     least, most = bounds(flags)
@@ -312,6 +313,7 @@ def test_cp_wins_where_a_sequence_does_not_fit_without():
     assert best.layout.cp > 1 and best.memory.total < cluster.usable_memory
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("length", "mesh", "recompute", "gigabytes", "seconds"),
     [

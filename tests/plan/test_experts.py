@@ -7,7 +7,6 @@ import pytest
 from combinations import TEXT
 from planning import a100s, layout
 from routing import ep_bytes
-from sampled import sampled
 from training import config_for, ranks_of, trainer_for
 
 from minipar.bench.layouts import RECORDED, framework_of, layout_of, modelled_step, shape_of
@@ -68,6 +67,7 @@ def volume_of(config):
     return volume(shape_of(config), layout_of(config), config.model.seq_len, framework_of(config))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("flags", RUNS)
 def test_bytes_over_ep_are_those_that_a_run_counts(flags):
     config = config_for(f"{SIZES} {EVEN} {flags}")
@@ -97,7 +97,8 @@ def test_an_untrained_router_sends_what_uniform_routing_does():
 MESHES = ["--dp 4 --ep 2", "--dp 4 --ep 4", "--dp 2 --cp 2 --ep 2", "--dp 4 --tp 2 --ep 2"]
 
 
-@pytest.mark.parametrize(("mesh", "zero"), sampled([(mesh, zero) for mesh in MESHES for zero in range(4)], every=3))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("mesh", "zero"), [(mesh, zero) for mesh in MESHES for zero in range(4)])
 def test_experts_are_summed_over_the_ranks_that_hold_them(mesh, zero):
     """As a run counts them, with an all-reduce of 8 bytes each for the loss and the norm: 2 * 8 * 3/4 on average.
 
@@ -121,13 +122,10 @@ def test_experts_change_no_bytes_of_the_other_axes(given):
 UNEVEN = "--global-batch 32 --experts 8 --top-k 2"  # as an untrained router sends them
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("flags", "length", "routing"),
-    sampled(
-        [(flags, length, EVEN) for length in (32, 256) for flags in RUNS]
-        + [(flags, 32, UNEVEN) for flags in RUNS[::3]],
-        every=3,
-    ),
+    [(flags, length, EVEN) for length in (32, 256) for flags in RUNS] + [(flags, 32, UNEVEN) for flags in RUNS[::3]],
 )
 def test_memory_is_within_10_percent_of_the_ledger(flags, length, routing):
     """At 256 tokens the program's attention keeps no scores."""
@@ -208,6 +206,7 @@ def compared(flops, flags, per_host=8, routing="--experts 4 --top-k 4"):
     return modelled_step(config, cluster), predicted.total
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("flops", [1e9, 1e10, 3e11])
 @pytest.mark.parametrize("flags", ONE_HOST)
 def test_steps_take_the_predicted_time(flags, flops):

@@ -5,7 +5,6 @@ rounding. `SLOW` computes ten times as fast as `QUICK`, so that communication is
 """
 
 import pytest
-from sampled import sampled
 
 from minipar.bench.layouts import layout_of, modelled_step, shape_of
 from minipar.plan.cluster import AlphaBeta, model_clock_cluster
@@ -61,6 +60,7 @@ SIXTY_FOUR = {
 FIRST = "dp 8, tp 4, pp 2"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name == FIRST else pytest.param(name, marks=pytest.mark.long) for name in SIXTY_FOUR]
 )
@@ -110,7 +110,8 @@ ONE_BY_ONE = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(list(ONE_BY_ONE), every=3))
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("name", list(ONE_BY_ONE))
 def test_steps_of_mostly_communication_take_the_predicted_time(name):
     bound, given = ONE_BY_ONE[name]
     measured, predicted = compared(SLOW, **given)

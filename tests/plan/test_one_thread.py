@@ -38,6 +38,7 @@ def test_a_rank_that_has_not_begun_is_named():
         world.take_turns(works)
 
 
+@pytest.mark.long
 def test_512_ranks_take_what_the_planner_says():
     """Communication alone, 64 hosts of 8: a sum inside each host, gradients between hosts, parameters back, a sum over
     all; seconds for seconds. (A larger array would take longer to compute, and prove no more.)

@@ -74,6 +74,7 @@ def test_the_best_8b_mesh_is_in_the_first_three():
     assert max(one.best_mesh for one in choices) <= 3 and min(one.first for one in choices) > 0.9
 
 
+@pytest.mark.long
 def test_the_simplest_of_the_tied_is_the_better_choice():
     """Pipelines and 64 hosts included, in both models: 12 and 10 of 14 groups instead of 11 and 8."""
     counts = []

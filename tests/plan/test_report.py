@@ -226,6 +226,7 @@ QUESTIONS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question[0])
 def test_a_plans_command_line_is_its_layout(question):
     name, _, gpus, batch, length, *_ = question

@@ -76,6 +76,7 @@ def trained(config):
 # ---- the auxiliary loss ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_auxiliary_loss_trains_as_on_one_device(layout):
     config = config_of(layout)
@@ -163,6 +164,7 @@ def biases_of(trainer):
     return [moe.bias.tolist() for moe in trainer.moes]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", BIASED)
 def test_biases_are_the_same_bits_in_every_layout(layout):
     config = config_of(layout, BIAS)
@@ -244,6 +246,7 @@ LIMITED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LIMITED)
 def test_a_device_that_drops_the_same_tokens_is_equal(layout):
     config = config_of(layout, CAPACITY)
@@ -348,6 +351,7 @@ def test_flags_of_experts_go_with_a_mixtrals_directory():
         resolve(with_shape(config, GPTConfig(VOCAB, 8, 16, 2, 2)), 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("before", "after"), [("--dp 2", "--dp 2 --zero-stage 3"), ("--pp 3", "--dp 2 --ep 2"), ("--cp 2 --tp 2", "--dp 2")]
 )

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import training
 from launcher import run_mpi
-from sampled import sampled
 from training import bits, on_each_rank, open_checkpoint, ranks_of, trainer_for, verdicts
 
 from chapters.support.whole_runs import layer_scales, relative_difference
@@ -105,7 +104,8 @@ def contents(folder, step):
     return {f"{kind}/{name}": checkpoint.array(kind, name) for kind in KINDS for name in checkpoint.shapes}
 
 
-@pytest.mark.parametrize(("saved", "resumed"), sampled(PAIRS, every=4))
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize(("saved", "resumed"), PAIRS)
 def test_resuming_under_any_layout_is_never_having_stopped(saved, resumed, never_stopped, tmp_path):
     """To the bit where the layout is the same or adds in the same order; else within the bound of so many steps."""
     _, folder = never_stopped(saved)
@@ -124,6 +124,7 @@ def test_resuming_under_any_layout_is_never_having_stopped(saved, resumed, never
     np.testing.assert_allclose(resumed_results, results[SAVED:], rtol=1e-12 * STEPS)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_loaded_is_what_was_saved_to_the_bit(layout, never_stopped, tmp_path):
     """... under any layout and through two of them: saved by one, by the next without a step, and compared whole."""

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from combinations import AXES, Combination, check, covering, differences, every_legal_pair, legal, pairs, reference
 from launcher import run_mpi
-from sampled import sampled
 from training import (
     Done,
     ForgetsTheSumOverTensorRanks,
@@ -95,6 +94,7 @@ def with_a_new_value(combinations):
 CHOSEN = with_a_new_value(covering())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "combination", [pytest.param(c, marks=() if c in CHOSEN else pytest.mark.long) for c in covering()], ids=str
 )
@@ -106,9 +106,8 @@ def test_everything_at_once():
     assert wrong_of(EVERYTHING) == []
 
 
-@pytest.mark.parametrize(
-    ("zero", "schedule"), sampled([*itertools.product((1, 3), ("1f1b", "interleaved-1f1b", "zbv"))], every=2)
-)
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("zero", "schedule"), [*itertools.product((1, 3), ("1f1b", "interleaved-1f1b", "zbv"))])
 def test_the_textbooks_16_ranks(schedule, zero):
     """dp = 2, tp = 4, pp = 2 with ZeRO: how Narayanan et al. 2021 train on thousands."""
     combination = replace(TEXTBOOK, schedule=schedule, zero=zero, sequence=zero == 3, clip=True)
@@ -148,6 +147,7 @@ main(lambda comm: check_all(comm, {combinations!r}))
     assert [line.split()[0] for line in lines] == ["equal"] * len(combinations)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "ranks", [ranks if ranks < 4 else pytest.param(ranks, marks=pytest.mark.long) for ranks in JOBS]
 )
@@ -278,6 +278,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MISTAKES, ids=lambda kind: kind.__name__)
 def test_a_mistake_in_the_program_is_caught(kind):
     wrong = wrong_of(EVERYTHING, kind)

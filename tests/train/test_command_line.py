@@ -12,11 +12,11 @@ from minipar.nn.pretrained import load_pretrained, save_pretrained
 
 TRAIN = ["-m", "minipar.train"]
 PROOF = (
-    "--layers 2 --hidden 32 --heads 4 --seq-len 32 --global-batch 16 --steps 20 --dtype float64 --verify --dp 8"
+    "--layers 2 --hidden 32 --heads 4 --seq-len 32 --global-batch 16 --steps 8 --dtype float64 --verify --dp 8"
 ).split()
 # Buckets of 2,197 and 3,562 elements, which 8 ranks do not divide.
 ZERO = (
-    "--layers 2 --hidden 13 --heads 1 --seq-len 16 --global-batch 16 --steps 20 --dtype float64 --verify --dp 8 "
+    "--layers 2 --hidden 13 --heads 1 --seq-len 16 --global-batch 16 --steps 8 --dtype float64 --verify --dp 8 "
     "--clip-grad 1 --reduction ordered"
 ).split()
 TINY = "--layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --steps 3".split()
@@ -46,7 +46,7 @@ def test_8_ranks_with_sharded_state_equal_one_device_to_the_bit(stage, on_8_rank
     assert f"minipar: 8 ranks: --dp 8 --zero-stage {stage}, global batch" in lines[1]
     assert lines[-1] == (
         "verify: 8 ranks = 1 device, bit for bit: "
-        "loss, norm, gradients and updates of 28 parameters (7,956 values) in each of 20 steps"
+        "loss, norm, gradients and updates of 28 parameters (7,956 values) in each of 8 steps"
     )
 
 

@@ -62,6 +62,7 @@ def losses_of_one_device(flags):
     return tuple(train(flags)[0][1])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_reports_the_same_validation_loss(layout):
     flags = LAYOUTS[layout]
@@ -144,6 +145,7 @@ def test_a_text_too_short_to_hold_out_is_refused(tmp_path):
         hold_out(config_of(f"--eval-data {tmp_path}/nowhere"), TEXT)
 
 
+@pytest.mark.long
 def test_the_command_line_reports_the_validation_loss(tmp_path):
     """Under mpirun, over a resume that repeats no flag, in the metrics and on the screen."""
     flags = f"{SHAPE} --dtype float64 --eval-every 2 --steps 3".split()

@@ -50,6 +50,7 @@ def configured(flags):
     return config_for(f"{SHAPE} {RUN} {flags}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("flags", [*FEW, *(pytest.param(flags, marks=pytest.mark.long) for flags in MORE)])
 def test_a_layout_trains_as_one_device_and_sends_as_said(flags):
     """Parameters, losses and clipped norms within 1e-12, the same copies on all their ranks, bytes with ==."""
@@ -122,6 +123,7 @@ def test_ranks_that_cannot_share_or_copy_heads_are_refused(flags):
 # ---- checkpoints and files -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -170,6 +172,7 @@ def test_an_exported_model_is_the_trained_one(tmp_path):
     assert all(np.array_equal(array, state[name]) for name, array in loaded.state_dict().items())
 
 
+@pytest.mark.long
 def test_under_mpirun_a_run_verifies_and_resumes_on_one_rank(tmp_path):
     flags = f"{SHAPE} --vocab-size 256 {RUN} --kv-heads 1 --verify --save {tmp_path}"
     first = run_mpi(4, ["-m", "minipar.train", *flags.split(), "--tp", "4", "--steps", "1"])

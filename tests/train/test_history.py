@@ -135,6 +135,7 @@ def of_eight(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 11])
 def test_each_files_digest_is_checked_on_any_number_of_ranks(ranks, of_eight):
     """A bit is flipped in one of 8 files after the other, and 1 to 11 ranks resume."""

@@ -55,6 +55,7 @@ def train(comm, flags, directory=None, resume=False):
     return reports(results), trainer.state_dict(), verifier.verdict()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [pytest.param(*case, marks=pytest.mark.long) if "--pp" in case[1] else case for case in CASES[:-1]] + CASES[-1:],
@@ -92,6 +93,7 @@ def test_ranks_take_the_gpus_in_turns(gpus, monkeypatch):
     assert used == [rank % gpus for rank in range(4)]
 
 
+@pytest.mark.sampled(2)
 def test_device_arrays_are_resumed_under_another_layout(device, tmp_path):
     before = "--dp 2 --tp 2 --pp 2 --schedule 1f1b --microbatches 4 --zero-stage 1 --sequence-parallel --clip-grad 1"
     after = "--dp 2 --pp 2 --schedule gpipe --microbatches 2 --zero-stage 3 --reduction ordered --clip-grad 1"

@@ -50,6 +50,7 @@ def from_directory(folder, flags):
     return resolve(config, (config.mesh.dp or 1) * config.mesh.tp * config.mesh.pp)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_tied_llama_trains_as_one_device_and_sends_as_said(layout, start):
     config = from_directory(start, LAYOUTS[layout])
@@ -125,6 +126,7 @@ def test_the_flags_make_the_model_and_rank_0_says_so():
 # ---- checkpoints and files -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("before", "after"), [("--dp 2", "--dp 2 --zero-stage 3"), ("--pp 2", "--tp 2"), ("--tp 2", "")]
@@ -174,6 +176,7 @@ def test_an_exported_llama_is_the_trained_one(flags, tmp_path):
     assert loaded.config == LlamaConfig(VOCAB, 24, 20, 5, 6, 2, 8) and bits(loaded.state_dict()) == bits(state)
 
 
+@pytest.mark.long
 def test_a_llama_trains_resumes_and_exports_under_mpirun(tmp_path):
     flags = f"{SHAPE} --vocab-size 256 {RUN} --pp 2 --verify --save {tmp_path / 'c'} --record {tmp_path / 'r'}"
     first = run_mpi(4, ["-m", "minipar.train", *flags.split(), "--export", str(tmp_path / "e"), "--steps", "1"])

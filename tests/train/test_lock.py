@@ -23,6 +23,7 @@ def lines(path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "resume"), [(1, []), (3, ["--resume", "auto"])])
 def test_a_second_job_is_refused_and_the_first_goes_on(ranks, resume, tmp_path):
     """What the first one is writing stays, although it looks like what a killed job has left."""

@@ -135,6 +135,7 @@ def test_metrics_that_are_removed_or_renamed_are_an_error(replaced, tmp_path):
         metrics.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("flag", ["--export", "--trace", "--memory"])
 def test_a_file_that_the_disk_cannot_hold_is_not_left(flag, tmp_path):
     """A real write that fails: files may have at most 4 KiB."""
@@ -182,6 +183,7 @@ def test_metrics_of_a_full_disk_end_with_a_whole_line(first_step, tmp_path):
         metrics.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_save_that_the_disk_cannot_hold_leaves_nothing(full, tmp_path):
     """One rank's files may have at most 4 KiB, from the second checkpoint on."""

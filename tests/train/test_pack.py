@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from launcher import run_each
-from sampled import sampled
 from training import bits, config_for, on_each_rank, ranks_of, run_until, trained, trainer_for, verdicts
 
 from minipar.autograd import IGNORE_INDEX
@@ -96,7 +95,8 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("flags", [*sampled(LAYOUTS, 2), *sampled(SPLIT, 2)])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("flags", [*LAYOUTS, *SPLIT])
 def test_verify_passes(flags):
     config = config_of(flags)
     exact = flags in LAYOUTS
@@ -104,7 +104,8 @@ def test_verify_passes(flags):
         assert verdict.passed and ("bit for bit" in verdict.line) == exact, verdict.line
 
 
-@pytest.mark.parametrize("flags", [*sampled(LAYOUTS, 4), *sampled(SPLIT[:5], 4)])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("flags", [*LAYOUTS, *SPLIT[:5]])
 def test_bytes_are_those_that_are_predicted(flags):
     """Documents send nothing: the ranks know them from the text."""
     config = config_of(flags)
@@ -134,7 +135,8 @@ def test_replicas_with_few_targets_count_as_on_one_device():
     assert trained(config, text) == (bits(single.state_dict()), expected)
 
 
-@pytest.mark.parametrize("flags", sampled(["--dp 2 --tp 2", "--pp 2 --tp 2 --sequence-parallel", "--dp 4"], 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("flags", ["--dp 2 --tp 2", "--pp 2 --tp 2 --sequence-parallel", "--dp 4"])
 def test_trees_have_the_same_bits_with_documents(flags):
     tree = f"--reduction tree --attention {'full' if '--dp 4' in flags else 'blockwise'}"
     assert trained(config_of(f"{tree} {flags}"), TEXT) == trained(config_of(f"{tree} --microbatches 8"), TEXT)

@@ -9,7 +9,6 @@ import pytest
 from combinations import TEXT, VOCAB
 from launcher import run_mpi
 from safetensors.numpy import load_file
-from sampled import sampled
 from training import bits, config_for, on_each_rank, ranks_of, trained, trainer_for, verdicts
 
 from minipar.autograd import Tensor
@@ -45,12 +44,14 @@ def config_of(flags):
     return config_for(f"{SHAPE} {flags}")
 
 
-@pytest.mark.parametrize(("layout", "dtype"), sampled([*product(LAYOUTS, DTYPES)], every=3))
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize(("layout", "dtype"), [*product(LAYOUTS, DTYPES)])
 def test_any_layout_has_the_bits_of_one_device(layout, dtype):
     for verdict in verdicts(config_of(f"{layout} {dtype} --reduction ordered"), TEXT):
         assert verdict.passed and "bit for bit" in verdict.line, verdict.line
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["ring", "ordered"])
 def test_all_zero_stages_have_the_same_bits(reduction, dtype):
@@ -69,7 +70,8 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "dtype"), sampled([*product(SPLIT, DTYPES)], 3))
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize(("layout", "dtype"), [*product(SPLIT, DTYPES)])
 def test_split_layers_and_tokens_agree_within_roundings(layout, dtype):
     """A sum over two ranks rounds its terms, so single values differ by some roundings (2^-8), losses by less."""
     losses = [[loss for loss, _ in trained(config_of(f"{each} {dtype}"), TEXT)[1]] for each in (layout, "--dp 1")]
@@ -85,7 +87,8 @@ SENT = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "layout"), sampled([*product(DTYPES, SENT)], 5))
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize(("dtype", "layout"), [*product(DTYPES, SENT)])
 def test_bytes_are_those_of_each_dtype(layout, dtype):
     config = config_of(f"{layout} {dtype}")
 
@@ -216,6 +219,7 @@ def test_the_refusal_of_a_limit_counts_each_stage_by_itself():
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ["--dp 2", "--pp 2 --microbatches 2", "--tp 2", "--cp 2", "--dp 2 --zero-stage 3"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_validation_loss_is_the_same_in_every_layout(layout, dtype):
@@ -227,6 +231,7 @@ def test_the_validation_loss_is_the_same_in_every_layout(layout, dtype):
     assert set(losses(layout)) == set(losses("--dp 1"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["--dp 2 --zero-stage 1", "--dp 2 --zero-stage 3", "--pp 2 --microbatches 2"])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, layout, dtype):
@@ -239,6 +244,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, layout, dt
     assert layouts[0] == bits(on_each_rank(config_of(f"{flags} --steps 2"), TEXT, lambda t, _: t.state_dict())[0])
 
 
+@pytest.mark.long
 def test_mpirun_trains_in_2_bytes_and_exports_either_precision(tmp_path):
     flags = "--layers 1 --hidden 16 --heads 2 --seq-len 8 --global-batch 8 --steps 3 --dtype bf16 --reduction ordered"
     for precision in ("bf16", "fp32"):

@@ -105,6 +105,7 @@ def test_one_shape_flag_is_compared_with_the_checkpoint_alone(saved):
         resolve(taken(saved, "--warmup-steps 9"), 1)
 
 
+@pytest.mark.long
 def test_4_ranks_go_on_where_2_ranks_stopped(saved, tmp_path):
     """The command of the manual: no flag but where and how far; it equals one device that never stopped."""
     argv = ["--resume", str(saved / "run"), "--steps", "6", "--lr-schedule", "constant"]
@@ -142,6 +143,7 @@ def test_a_text_that_is_gone_is_named_with_the_remedy(saved, tmp_path):
         moved.rename(text)
 
 
+@pytest.mark.long
 def test_a_run_from_a_model_directory_resumes_without_it(tmp_path):
     save_pretrained(GPT(GPTConfig(256, 32, 12, 1, 3)), tmp_path / "gpt2")
     start = f"--init-from {tmp_path}/gpt2 --seq-len 16 --global-batch 4 --steps 2 --save {tmp_path}/run"

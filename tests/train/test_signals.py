@@ -15,6 +15,7 @@ def lines(path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, None), (signal.SIGINT, None), (signal.SIGTERM, 2)])
 def test_a_signal_saves_the_step_and_ends_every_rank(number, rank, tmp_path):
     folder, metrics = tmp_path / "run", tmp_path / "m.jsonl"

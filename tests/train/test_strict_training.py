@@ -60,6 +60,7 @@ def data_parallel_training(flags):
     return on_each_rank(config, tokens, lambda trainer, results: ([r.loss for r in results], trainer.state_dict()))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "flags",
     [

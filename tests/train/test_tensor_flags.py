@@ -21,13 +21,14 @@ MODEL = "--layers 2 --hidden 32 --heads 4 --seq-len 16 --global-batch 8 --dtype 
 
 
 def test_tp_4_x_dp_2_with_zero_1_equals_one_device():
-    command = "--tp 4 --dp 2 --zero-stage 1 --sequence-parallel --steps 20 --verify".split()
+    command = "--tp 4 --dp 2 --zero-stage 1 --sequence-parallel --steps 5 --verify".split()
     result = run_mpi(8, [*TRAIN, *MODEL, *command], timeout=120)
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
     assert last.startswith("verify: 8 ranks = 1 device within rounding: loss, ") and "bound 3.6e-15" in last
 
 
+@pytest.mark.long
 def test_tp_with_dropout_recompute_and_zero_3_equals_one_device():
     """Dropout, recompute, microbatches, a norm that clips, parameters sharded, 259 tokens over 2 ranks."""
     flags = "--tp 2 --zero-stage 3 --sequence-parallel --steps 5 --dropout 0.1 --vocab-size 259 --microbatches 2"
@@ -36,6 +37,7 @@ def test_tp_with_dropout_recompute_and_zero_3_equals_one_device():
     assert result.stdout.splitlines()[-1].startswith("verify: 4 ranks = 1 device within rounding: loss, ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequence", [pytest.param([], marks=pytest.mark.long), ["--sequence-parallel"]])
 def test_a_model_exported_from_3_ranks_is_one_devices(tmp_path, sequence):
     """6 heads, and 257 tokens: the padding that makes them 258 is not exported."""

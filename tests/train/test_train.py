@@ -54,6 +54,7 @@ def bits(state, results):
     return {name: x.tobytes() for name, x in state.items()}, [(r.loss, r.grad_norm) for r in results]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize(
     "flags",
@@ -83,6 +84,7 @@ def test_a_model_larger_than_the_ranks_memory_is_refused(flag, digits, dtype, nb
         make_model(config_for(f"{flag} 1{digits * '0'} --dtype {dtype} --zero-stage 3", 2))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("steps", [1, 20])
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_ring_ranks_agree_with_one_device_within_rounding(size, steps):

@@ -6,7 +6,6 @@ from functools import cache
 import numpy as np
 import pytest
 import training
-from sampled import sampled
 from training import run_until, trained, verdicts
 
 from minipar.autograd import embedding
@@ -66,7 +65,8 @@ def one_device(model: str, layers: int, steps: int = 20):
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "flags"), sampled(LAYOUTS, 2 * len(SHAPES)))
+@pytest.mark.sampled(4 * len(SHAPES))
+@pytest.mark.parametrize(("model", "flags"), LAYOUTS)
 def test_a_layout_has_the_bits_of_one_device(model, flags):
     config = config_for(f"{model} {flags}")
     assert trained(config, TEXT) == one_device(model, config.model.layers)
@@ -95,9 +95,8 @@ def replaced(config, reduction):
     return replace(config, run=replace(config.run, reduction=reduction))
 
 
-@pytest.mark.parametrize(
-    "flags", sampled(["--dp 2 --tp 2 --zero-stage 3", "--tp 4 --sequence-parallel", "--dp 4 --pp 2"], 3)
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("flags", ["--dp 2 --tp 2 --zero-stage 3", "--tp 4 --sequence-parallel", "--dp 4 --pp 2"])
 def test_verify_demands_bits(flags):
     for verdict in verdicts(config_for(f"{MODELS[0]} {flags}", 2), TEXT):
         assert verdict.passed and "bit for bit" in verdict.line, verdict.line
@@ -112,7 +111,8 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layouts"), sampled(list(zip(MODELS, ORDERS, strict=False)), len(ORDERS)))
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "layouts"), list(zip(MODELS, ORDERS, strict=False)))
 def test_a_run_goes_on_in_any_layout(tmp_path, model, layouts):
     reports = []
     resume = ""
@@ -293,6 +293,7 @@ def differs(flags: str = ALL_AXES) -> bool:
     return trained(config, TEXT) != trained(config_for(f"{MODELS[0]}", 2), TEXT)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PLANTED)
 def test_another_order_is_seen(monkeypatch, name):
     monkeypatch.setattr(*PLANTED[name])

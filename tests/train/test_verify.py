@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from planted import MISTAKES, GradientTimes
-from sampled import sampled
 from training import bits, config_for, on_each_rank, ranks_of, run_until, trainer_for, verdicts, verified
 
 from minipar.comm import run_local
@@ -55,7 +54,8 @@ def after_299_steps(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize(("layout", "dtype", "step"), sampled(CASES, every=27))
+@pytest.mark.sampled(54)
+@pytest.mark.parametrize(("layout", "dtype", "step"), CASES)
 def test_every_mistake_fails_in_the_first_and_300th_step(layout, dtype, step, after_299_steps):
     """In one step each, so a mistake need not add up; with the same checks the right run passes."""
     flags = f"{SHAPE} {layout} --dtype {dtype} --steps {step}"
@@ -218,6 +218,7 @@ class ReportsATenthMore(Trainer):
         return super().compute_gradient(step) * (1.1 if self.config.run.dtype != "float32" else 1.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [Trainer, QueriesAreNeverTrainedInTwoBytes, ReportsATenthMore])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_in_2_bytes_the_rounding_is_measured_not_assumed(dtype, kind):
@@ -235,6 +236,7 @@ class MiscountsLoads(Trainer):
         return super().update(*args)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float64", "bf16"])
 def test_loads_of_experts_are_counts(dtype):
     flags = f"{SHAPE} --model mixtral --experts 4 --dp 2 --ep 2 --router-bias 0.001 --dtype {dtype} --steps 1"
@@ -300,6 +302,7 @@ def too_large_a_scale(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["--dp 2 --reduction ordered", "--dp 4", "--tp 2"])
 def test_a_run_that_skips_steps_passes(layout, too_large_a_scale):
     config = config_for(f"{SHAPE} {layout} --dtype fp16 --steps 12 --resume {too_large_a_scale}")
@@ -456,6 +459,7 @@ def test_loads_may_differ_only_where_a_layer_is_split(tp, explained):
 # ---- what --verify leaves alone --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flags", ["--tp 2 --dp 2 --dtype bf16", "--pp 2 --microbatches 2 --zero-stage 1 --dp 2"])
 def test_a_verified_run_has_the_bits_bytes_and_memory_of_another(flags):
     config = config_for(f"{SHAPE} {flags} --steps 3")

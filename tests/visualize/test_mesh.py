@@ -230,6 +230,7 @@ def train_in_context(comm, path, sizes):
     return {axis: comm.traffic.bytes(axis=axis) for axis in mesh.AXES}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "sizes",
     [

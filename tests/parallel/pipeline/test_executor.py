@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from launcher import run_mpi
 from pipeline_cases import SCALE, TEXT, B, H, T, differing, execute, execute_rank, gradients, keys, one_device
-from sampled import sampled
 
 from minipar.comm import run_local
 from minipar.errors import UsageError
@@ -44,7 +43,8 @@ def name_of(case):
     return "-".join(str(part) for part in case if part is not None)
 
 
-@pytest.mark.parametrize("case", sampled([(case,) for case in CASES], every=3), ids=name_of)
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_gradient_has_one_devices_bits(case):
     name, p, m, layers, v = case
     recompute = (p + m) % 2 == 0
@@ -311,6 +311,7 @@ def test_a_list_that_deadlocks_elsewhere_still_runs_here():
     assert differing(execute(schedule, 3), one_device(3, 2)) == []
 
 
+@pytest.mark.long
 def test_over_mpi_too():
     script = """
 from minipar.comm import main

@@ -90,6 +90,7 @@ def test_the_norm_is_that_of_all_parameters_gradients():
     assert norm == pytest.approx(expected, rel=1e-14) and clipped == pytest.approx(norm / 4, rel=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize("axes", LAYOUTS)
 def test_clipping_trains_what_one_device_trains(axes, max_norm):
@@ -177,6 +178,7 @@ def second_half(comm, axes, state, optimizer_states, plain=False):
     return bits(model.state_dict())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("axes", LAYOUTS)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(axes, plain):

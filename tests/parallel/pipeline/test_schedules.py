@@ -16,7 +16,8 @@ from minipar.parallel.pipeline.actions import Durations, Schedule, parse_action,
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 
-SIZES, MICROBATCHES = range(1, 9), range(1, 17)
+SIZES = (1, 2, 3, 4, 5, 8)
+MICROBATCHES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
 EQUAL = Durations(1, 1, 1)
 UNEQUAL = Durations(Fraction(3, 2), Fraction(5, 3), Fraction(3, 4))
 LARGE_W = Durations(2, 1, 5)

@@ -61,6 +61,7 @@ def test_loss_and_gradients_are_one_devices(tp, sequence, recompute, tied):
             assert relative_difference(gradient, expected[name]) <= 1e-12, name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(("tp", "kv_heads"), [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4)])
 def test_more_ranks_than_kv_heads_have_one_devices_gradients(tp, kv_heads, sequence):

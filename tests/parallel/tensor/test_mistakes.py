@@ -35,6 +35,7 @@ def failed(**layout):
     return True
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("placement", [Replicate, Shard])
@@ -46,6 +47,7 @@ def test_a_norm_that_takes_split_for_whole_or_whole_for_split(placement, sequenc
         assert not passed and "the gradient norm is" in line
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_partial_gradients_that_are_not_summed(stage):
     flags = f"--global-batch 4 --steps 2 --zero-stage {stage}"

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sampled import sampled
 from tensor_cases import (
     EPS,
     FLAGS,
@@ -44,6 +43,7 @@ from minipar.train.one_device import train_on_one_device
 # ---- one forward and backward ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dropout", "recompute"), [(0.0, False), (0.3, False), (0.3, True)])
 @pytest.mark.parametrize(("tp", "sequence"), [(1, False), (1, True), *LAYOUTS])
 def test_loss_and_every_gradient_are_the_serial_models(tp, sequence, dropout, recompute):
@@ -57,6 +57,7 @@ def test_loss_and_every_gradient_are_the_serial_models(tp, sequence, dropout, re
         assert replicated == results[0][3], "replicated parameters' gradients differ between ranks"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 def test_recompute_gives_the_same_bits(tp, sequence):
@@ -106,6 +107,7 @@ def test_with_the_usual_eps_a_step_is_within_a_layers_bound(tp):
     assert all(verdict.passed for _, _, verdict, _ in train(f"{FLAGS} --steps 1 --eps 1e-8", tp=tp))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
 def test_with_biases_that_are_not_zero_every_array_is_within_it(tp, sequence, tmp_path):
     """As in a model that has been trained: next to a bias of 0.02, not of 0, the keys' update is small."""
@@ -123,6 +125,7 @@ def test_with_biases_that_are_not_zero_every_array_is_within_it(tp, sequence, tm
         assert relative_difference(state[name], array) <= bound("float64", 1), name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("steps", "eps", "extra"), [(1, EPS, "--recompute full"), (20, 1e-8, "--dropout 0.1")])
 @pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
 def test_tensor_parallel_training_is_one_devices_within_bound(tp, sequence, steps, eps, extra):
@@ -154,8 +157,9 @@ COMBINATIONS = [  # dp, tp, flags
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    ("dp", "tp", "flags", "stage"), sampled([(*case, stage) for case in COMBINATIONS for stage in range(4)], every=3)
+    ("dp", "tp", "flags", "stage"), [(*case, stage) for case in COMBINATIONS for stage in range(4)]
 )
 def test_tensor_with_data_parallelism_and_zero_is_one_device(dp, tp, flags, stage):
     """The gradient norm counts every element once: the same as one device's, to 1e-12."""
@@ -174,6 +178,7 @@ def test_tensor_with_data_parallelism_and_zero_is_one_device(dp, tp, flags, stag
     np.testing.assert_allclose([r.grad_norm for r in outcomes[0][1]], norms, rtol=1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("dp", "tp"), [(1, 3), (2, 2)])
@@ -183,6 +188,7 @@ def test_reducing_after_every_microbatch_is_one_device_too(dp, tp, stage, sequen
         assert verdict.passed, verdict.line
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("reduction", ["ring", "ordered"])
 def test_zero_stages_under_tensor_parallelism_give_the_same_bits(reduction, sequence):
@@ -201,6 +207,7 @@ def test_two_runs_are_the_same_bits():
     assert [r.loss for r in first[1]] == [r.loss for r in second[1]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("tp", "sequence"), [(2, True), (3, False), (4, True), (8, False)])
 def test_float32_trains_too(tp, sequence):
     flags = "--global-batch 4 --steps 5 --dtype float32 --dropout 0.1"

@@ -41,6 +41,7 @@ def closed_form(tp, rank, sequence, reduction="ring", microbatches=1, recompute=
     return total + wire("all_reduce", norms, "ordered")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("microbatches", "reduction", "recompute"), [(1, "ring", False), (3, "ordered", False), (2, "ring", True)]
 )
@@ -139,6 +140,7 @@ def held_per_layer(tp, sequence, dropout, recompute=False, dtype="float64"):
     return {more - less for less, more in zip(one, two, strict=True)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "itemsize", "dropout"), [("float64", 8, 0.1), ("float32", 4, 0.0)])
 @pytest.mark.parametrize(("tp", "sequence"), [(1, False), *LAYOUTS])
 def test_a_layer_keeps_what_the_closed_form_says(tp, sequence, dropout, dtype, itemsize):
