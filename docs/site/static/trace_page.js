@@ -263,6 +263,7 @@ function openViewer(place) {
       const trace = traceOf(index);
       words.replaceChildren(...(trace ? [summary(trace, partAt(index))] : []));
       const name = known.get(state.chosen[index])?.words;
+      shares.hidden = !trace;
       shares.replaceChildren(...(trace ? [heading(name), sharesTable(trace, partAt(index))] : []));
     }
     colours = coloursOf(shown().flatMap((index) => namesIn(traceOf(index))));

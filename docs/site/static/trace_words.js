@@ -55,7 +55,7 @@ export function sharesTable(trace, { begin, end }) {
   const found = trace.ranks.map(({ tracks }) => sharesOf(tracks, begin, end));
   const mean = (kind) => found.reduce((sum, shares) => sum + shares[kind], 0) / found.length;
   const rows = found.map((shares, place) =>
-    [rankWords(trace, trace.ranks[place].rank), ...SHARES.map((kind) => percent(shares[kind]))]);
+    [rankWords(trace, trace.ranks[place].rank).slice("rank ".length), ...SHARES.map((kind) => percent(shares[kind]))]);
   return table(["rank", ...SHARES], [...rows, [strong("mean"), ...SHARES.map((kind) => strong(percent(mean(kind))))]]);
 }
 
