@@ -173,9 +173,9 @@ notebooks: $(VENV)/.test
 	$(BIN)/python -m pytest --nbmake --overwrite --nbmake-timeout=600 chapters/*.ipynb
 
 # The chapters are committed with their outputs; nothing is executed. A warning is an error. The explorers' JavaScript
-# is compared with Python on 1,000 random settings of each (100 in make test).
+# is compared with Python on 1,000 random settings of each (100 in make test; of the schedule editor's, 60).
 site: $(VENV)/.site out/mathjax/version-$(MATHJAX)
-	MINIPAR_EXPLORER_SETTINGS=1000 $(BIN)/python -m pytest -q tests/test_explorers.py
+	MINIPAR_EXPLORER_SETTINGS=1000 $(BIN)/python -m pytest -q -m "long or not long" tests/test_explorers.py tests/test_editor.py
 	@rm -rf out/site
 	$(BIN)/sphinx-build -W --keep-going --quiet --conf-dir docs/site --doctree-dir out/doctrees . out/site
 	@echo "the site is in out/site: open out/site/index.html in a browser, or run"

@@ -21,16 +21,17 @@
 # ![What each of eight devices holds under nine strategies, and what it sends](../visualize/gallery/strategies.png)
 #
 # *The whole course in one picture. A strip of eight full boxes says that every device has a copy. A staircase says that
-# each device has its own eighth.*
+# each device has its own eighth. Context parallelism must also add up its gradients, as data parallelism does.*
 #
 # What a device does not hold, it must be sent: the right part of the picture says what. This file trains with data
-# parallelism (0.6) and ZeRO 1 (0.7). Of tensor parallelism (0.8) it builds one pair of layers, and of one device (0.1
-# to 0.3) and the pipeline (0.9) the gradient. Each part is checked as soon as it is written, and most are compared with
-# the library at the end, bit for bit. The other chapters explain each part, count its bytes and measure its time.
+# parallelism (0.6) and ZeRO 1 (0.7). Tensor parallelism (0.8) is shown on one pair of layers. For one device (0.1 to
+# 0.3) and the pipeline (0.9) the file computes the gradient and does not train. Each part is checked at once, and most
+# are compared with the library at the end, bit for bit.
 #
-# This file answers exercises 1, 2, 6, 8 and 10: write them first. And predict: ZeRO 1 keeps an eighth of the
-# optimizer's memory on each device. Does it send more bytes than data parallelism, as many, or fewer? Section 0.7 has
-# the answer.
+# This file can be read first, or last as a summary. It answers exercises [1](exercises/e01_ring_reduce_scatter.py),
+# [2](exercises/e02_all_reduce.py), [6](exercises/e06_zero1_step.py), [8](exercises/e08_column_row_layers.py) and
+# [10](exercises/e10_one_f_one_b.py) of chapters 3 to 7. **Predict**: ZeRO 1 keeps an eighth of the optimizer's memory
+# on each device. Does it send more bytes than data parallelism, as many, or fewer? Section 0.7 has the answer.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -71,9 +72,10 @@ def same_on_all_ranks(array):
 #
 # *Core, 4 minutes.*
 #
-# A `Tensor` keeps its inputs, and for each input a function that turns the result's gradient into that input's.
-# Tensors are numbered as they are made, so a tensor's users have larger numbers than itself. Backward goes from large
-# numbers to small ones: when it reaches a tensor, all users have sent theirs to it.
+# A `Tensor` keeps its inputs, and for each input a function that turns the result's gradient into that input's. Tensors
+# are numbered as they are made, so a tensor's users have larger numbers than itself. Backward goes from large numbers
+# to small ones: when backward reaches a tensor, every tensor that was computed from it has already sent its
+# contribution.
 
 
 # %%
@@ -248,7 +250,8 @@ def cross_entropy_sum(logits, targets):
 #
 # GPT-2 with as many heads and layers as ranks, and with GPT-2's names. All parameters are views of one array, `flat`,
 # on which collectives and optimizers work. The output head has the same values as the token embedding `wte`, and a
-# gradient of its own. In the end the two gradients are added.
+# gradient of its own. One device adds the two in the end; in the pipeline of 0.9 they stay on two ranks, and 7.7 adds
+# them.
 
 # %%
 V = 256  # words in the vocabulary: bytes
@@ -524,7 +527,8 @@ say(f"\n0.7 ZeRO stage 1\nthe bits of data parallelism; Adam's means take {means
 #
 # The MLP is $\mathrm{gelu}(x W_1) W_2$. Cut $W_1$ into columns: each rank computes some columns of the activation, and
 # gelu works on each element alone. Cut $W_2$ into the matching rows: each rank gets a term of the result, and one
-# all-reduce adds the terms (Megatron calls it *g*). In backward it is the gradient of $x$ whose terms are added (*f*).
+# all-reduce adds the terms (*g* in NVIDIA's Megatron-LM). In backward it is the gradient of $x$ whose terms are added
+# (*f*).
 
 
 # %%
@@ -658,8 +662,10 @@ assert world.allreduce(trained) == len(device.parameters)  # each gradient is on
 if r == p - 1:
     assert np.array_equal(pipeline.head.grad, device.head.grad)
 say(f"\n0.9 A pipeline with the schedule 1F1B\n{m} microbatches: the gradients are one device's, bit for bit")
+few = min(m, 6)  # as many as fit on a line
+say(f"lists of {few} microbatches (a rank with {few - 1} or more ranks to its right does all forwards first):")
 for rank in range(p):
-    actions = [f"{kind}{i}" for kind, i in one_f_one_b(rank, min(m, 6))]
+    actions = [f"{kind}{i}" for kind, i in one_f_one_b(rank, few)]
     say(f"rank {rank}  " + "   " * rank + " ".join(actions))
 
 # %% [markdown]
@@ -671,6 +677,19 @@ for rank in range(p):
 # autograd, ZeRO stage 1 in parallel/zero.py, *f* and *g* in parallel/tensor/mappings.py, 1F1B in
 # parallel/pipeline/schedules.py. It adds what real use needs: any dtype, buckets and overlap, checkpoints, errors with
 # a remedy.
+#
+# **Where it goes on.** [9.1](09_3d_parallel.ipynb) lists the groups of a rank where three strategies are combined, and
+# 9.4 what is sent in each. Several steps are compared with one process in [4.7](04_data_parallel.ipynb) and
+# [7.5](07_pipeline.ipynb) bit for bit, in [6.10](06_tensor_parallel.ipynb) within rounding.
+# [6.4](06_tensor_parallel.ipynb) and 6.9 say which parameters are cut or whole and over which ranks their gradients are
+# summed, [7.7](07_pipeline.ipynb) what a tied head on another stage needs.
+#
+# **What does a simulation on one machine keep?** Ranks are processes here, and elsewhere in the course also threads
+# (`run_local`, [3.1](03_collectives.ipynb)). Both keep the values, the messages, the orders of sums and the deadlocks.
+# Threads show a deadlock for any size of message, MPI only for large ones (3.2). Both lose real time: ranks share cores
+# and memory, so neither bandwidth nor overlap is a network's. The model clock (3.7) computes times instead, but there
+# messages do not slow one another down. A simulation in *lockstep*, one loop in which all ranks do the same line in
+# turn, is simpler still. It cannot deadlock, so it cannot show one either.
 
 # %%
 import minipar as mp

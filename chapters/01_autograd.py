@@ -13,11 +13,11 @@
 # **How does a program compute the gradient of a program, and how do we know that the gradient is right?**
 #
 # A gradient engine takes thirty lines. The one of this chapter finds that a small computation has the derivative 48 by
-# one of its inputs. Ask it a second time, and the two should add up to 96. It says 162, without an error. Such mistakes
-# are the reason for this chapter: parallel training divides a step among ranks and claims that the parts compute the
-# same gradient. So we must know the formula of each operation, the order in which backward visits the operations, and
-# the moment at which a gradient is complete. At the end you can write an engine, and check any gradient with two
-# forwards.
+# one of its inputs. Ask it a second time, and the two should add up to 96. They do not, and there is no error. Such
+# mistakes are the reason for this chapter: parallel training divides a step among ranks and claims that the parts
+# compute the same gradient. So we must know the formula of each operation, the order in which backward visits the
+# operations, and the moment at which a gradient is complete. At the end you can write an engine, and check any gradient
+# with two forwards.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -283,17 +283,22 @@ if comm.rank == 0:
     show(figures.plot_steps(steps, errors), "01_steps")
 
 # %% [markdown]
-# A large step leaves the truncated terms, which are proportional to $\varepsilon^2$. A small step loses digits: the two
-# values of $f$ are almost equal, and their rounding errors are divided by $\varepsilon$. In float64 the error is least
-# near $10^{-5}$ or $10^{-6}$, about $10^{-10}$. A mistake in a formula is far above that for every step. (In float32 no
-# step is better than about $10^{-4}$, so check in float64.)
+# A large step leaves the truncated terms, which are proportional to $\varepsilon^2$ (of a one-sided difference to
+# $\varepsilon$, so its least error is some hundred times larger). A small step loses digits: the two values of $f$ are
+# almost equal, and their rounding errors are divided by $\varepsilon$. In float64 the error is least near $10^{-5}$ or
+# $10^{-6}$, about $10^{-10}$. A mistake in a formula is far above that for every step. (In float32 no step is better
+# than about $10^{-4}$, so check in float64.)
 #
 # ## 1.3 Backward without recursion
 #
 # *Deeper, 1 minute.*
 #
-# Python allows about 1000 nested calls, so a recursive search fails on the graph of a long sum. The loop does not
-# notice the length. (Rank 0 alone builds the long sum.)
+# A recursion from each tensor to its inputs is tempting, and has three traps. If it follows a tensor at each
+# contribution, its sums are right, but for $x_{i+1} = x_i + x_i$ it visits $x_0$ $2^n$ times after $n$ sums. If it
+# follows a tensor only at the first one, it is wrong: on the first page's graph $a$ sends on only the first of its two
+# contributions, 8, and $x$ gets $24 + 6 = 30$ instead of 48. And Python allows about 1000 nested calls, so it fails on
+# the graph of a long sum, as a recursive search for an order does. The loop does not notice the length. (Rank 0 alone
+# builds the long sum.)
 
 # %%
 if comm.rank == 0:
@@ -304,6 +309,16 @@ if comm.rank == 0:
     assert one.grad == 100_001  # contributions of 1
 
 # %% [markdown]
+# ### Why not forward?
+#
+# *Deeper, 2 minutes.*
+#
+# The chain rule can also be followed along with forward: *forward mode* carries $J u$ through the operations, at about
+# twice the cost of forward. One pass gives the slope of the loss along *one* direction $u$, so the gradient by $\Psi$
+# parameters takes $\Psi$ passes. Backward carries $J^\top g$. The loss is one value, so one pass gives all $\Psi$
+# derivatives, at the same cost (1.6). Its price is memory: what forward computed must be kept until backward reads it
+# (2.8).
+#
 # ## 1.4 The library's engine
 #
 # *Deeper, 12 minutes.*
@@ -311,7 +326,10 @@ if comm.rank == 0:
 # The library defines an operation as one function, too: its result and, next to it, the rule of each input. `g` is an
 # array. A rule that reads other arrays names them: `Gradient(lambda g, b: g * b, b=b)` keeps $b$ until backward, and
 # nothing else. `operation` makes a method of `Tensor` of it and undoes broadcasting: where forward repeated an input,
-# backward sums over the repetitions.
+# backward sums over the repetitions. Without that the gradient of a bias has $N$ rows instead of one: an update in
+# place fails by its shape, and `theta = theta - rate * grad` makes $N$ biases of one, without an error. The rule is
+# general: what forward copies, backward sums. If the copies are on several ranks, that sum is an all-reduce, such as
+# *f* in [6.2](06_tensor_parallel.ipynb). (`xp` in the listings is NumPy, or CuPy on a GPU.)
 
 # %%
 if comm.rank == 0:
@@ -322,8 +340,8 @@ if comm.rank == 0:
 # `backward`, which gets these arrays by their names. Its instance is a *node* of the graph, apart from the tensor that
 # it returns. `record` runs forward and gives the node its number. For each input that needs a gradient it notes where
 # the input comes from: the node that computed it, in `input_nodes`, or the leaf itself, in `input_leaves`.
-# (`precision.forward` is forward; with inputs of 2 bytes it also rounds, chapter 13. `hold` tells the memory ledger
-# what is saved.)
+# (`precision.forward` is forward; with inputs of 2 bytes it also rounds, chapter 13. `hold` tells the memory ledger,
+# the count of living bytes of 5.3, what is saved.)
 
 # %%
 from minipar.autograd.tensor import record
@@ -332,8 +350,8 @@ if comm.rank == 0:
     show_source(record)
 
 # %% [markdown]
-# Neither keeps the array of a computed input. So an array is freed as soon as neither the program nor a node needs it.
-# (NB: PyTorch's nodes are separate from tensors for the same reason.)
+# Neither list refers to the *tensor* of a computed input, only to the node that made it. So an array is freed as soon
+# as neither the program nor a node needs it. (NB: PyTorch's nodes are separate from tensors for the same reason.)
 #
 # What forward has saved must not change before backward reads it. PyTorch counts the versions of each tensor, and
 # refuses one that has changed. Here arrays are plain NumPy: nobody sees an assignment such as `x.data[...] = 0`, and

@@ -13,10 +13,10 @@
 # **What is a GPT, where are its parameters and its arithmetic, and what does training keep in memory?**
 #
 # GPT-2 small has 124 million parameters, 0.46 GiB in float32. Train it on eight samples of 1024 tokens, and its blocks
-# keep 10.1 GiB for backward, 22 times as much as the model. A few lines in 2.8 bring the peak of a step down to 1.9
-# GiB, and not one bit of the gradients changes. The price is computation, and it can be counted exactly. At the end of
-# this chapter you can draw a block from memory, count its parameters, operations and bytes, and say what the optimizer
-# does with the gradients of [chapter 1](01_autograd.ipynb).
+# keep 10.1 GiB for backward, 22 times as much as the model. A few lines in 2.8 bring the peak of all activations, with
+# the logits, from 11.7 down to 1.9 GiB, and not one bit of the gradients changes. The price is computation, and it can
+# be counted exactly. At the end of this chapter you can draw a block from memory, count its parameters, operations and
+# bytes, and say what the optimizer does with the gradients of [chapter 1](01_autograd.ipynb).
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -380,8 +380,9 @@ if comm.rank == 0:
 # The data is the source text of the running interpreter's standard library. Two levels to compare the loss with, in
 # nats (natural logarithms) per byte: $\ln 256 = 5.545$ for a model that finds every byte equally likely, and the
 # *unigram entropy* $-\sum_b f_b \ln f_b$ of the byte frequencies $f_b$, the best for a model that does not look at what
-# came before. Below it, the model uses context. A step is five lines. The learning rate rises over the first five steps
-# (*warm-up*) and then falls along half a cosine.
+# came before. Below it, the model uses context. (The first loss is below $\ln 256$: the tied head prefers the token
+# just read, and a fifth of the bytes, mostly spaces, repeat the one before.) A step is five lines. The learning rate
+# rises over the first five steps (*warm-up*) and then falls along half a cosine.
 #
 # A trained model writes text: it gets a beginning, draws the next byte from its probabilities, appends it, and so on.
 # So we can see what 50 steps do. They show the model 12,800 bytes, less than half of this chapter.
@@ -514,8 +515,7 @@ assert saved_bytes(block_output, model.parameters()) == 8 * per_block
 #
 # elements. The head's arrays are gone by then. Before, at the loss, $L\,Nh + 2 N h + N + N V$ elements are alive. The
 # peak is the larger of the two. Here it is inside a block; with a large vocabulary it is at the loss. Gradients on
-# their way, less than $8 N h$ elements here, come on top. The price is a second forward through the blocks. Let forward
-# take $F$ operations. A step then takes $4F - 2NhV$ instead of $3F$, since the head runs only once.
+# their way, less than $8 N h$ elements here, come on top. The price is a second forward through the blocks.
 #
 # Segments of several blocks keep fewer inputs and have more activations alive at a time. **[Exercise
 # 22](exercises/e22_segments.py)** asks for them, and for the best size: `make exercises PYTEST="-k e22"`.
@@ -592,16 +592,17 @@ if comm.rank == 0:
 # %% [markdown]
 # Without recompute, memory rises by a block's activations at each block and falls while backward empties the graph.
 # With it, memory rises by $N h$ elements per block, and backward shows the activations of one block at a time, made
-# again and freed. Here the peak falls to 0.24 of the other's, from 14.0 to 3.3 MiB, for 1.32 times the operations. The
-# gradients are the same bits because the second forward does the same arithmetic on the same values.
+# again and freed. Here the peak falls to 0.24 of the other's, from 14.0 to 3.3 MiB, for 1.32 times the operations: if
+# forward takes $F$, a step takes $4F - 2NhV$ instead of $3F$, since the head runs only once. The gradients are the same
+# bits because the second forward does the same arithmetic on the same values.
 #
 # ## 2.9 Mistakes, and which check notices
 #
 # *Core, 6 minutes.*
 #
 # **1. The forgotten residual.** Backward of a hand-written block returns the gradient of the branch and drops that of
-# the skip path. Forward is right, so the first loss is the same bit for bit. But every gradient below the last block is
-# wrong. **Predict**: after 20 steps the right model has the loss 3.094. What has this one?
+# the skip path. Forward is right, so the first loss is the same bit for bit. But every gradient before the last block's
+# MLP is wrong. **Predict**: after 20 steps the right model has the loss 3.094. What has this one?
 
 # %%
 predict("loss of step 20 without the skip path's gradient", ...)
@@ -623,8 +624,8 @@ caught("skip path dropped", lambda: check_slope(ForgottenResidual(config, dtype=
 #
 # **2. Same shape, same values.** Key the generator by the shape instead of the name, or reset a seed in a layer's
 # constructor, and matrices of one shape start equal. No gradient is wrong, so `check_slope` passes, and the loss looks
-# normal. Another check notices: no two matrices may have the same digest. Its parallel form is worse. Two
-# tensor-parallel ranks with one seed hold equal halves of a matrix, and the model is as wide as one half.
+# normal. Another check notices: no two matrices may have the same digest. Its parallel form is worse. If two
+# tensor-parallel ranks use one seed, both hold the same half of a matrix. Then the second half computes nothing new.
 
 
 # %%
@@ -671,6 +672,8 @@ caught("values keyed by shape", lambda: check_matrices_differ(twins))
 #    $\eta$, with $\beta_1 = 0.9$, $\beta_2 = 0.999$ and no weight decay?
 # 7. What if softmax subtracted the maximum of a head's whole $(T, T)$ score matrix instead of each row's? Which scores
 #    show it, in float64, where $e^x$ is 0 for $x$ below about $-745$?
+# 8. The first loss of a model with $V = 256$ is 22. In another run it starts at 4.9 and falls to 0.2 in 50 steps. What
+#    do you suspect in each?
 #
 # ## 2.12 Answers
 #
@@ -678,7 +681,9 @@ caught("values keyed by shape", lambda: check_matrices_differ(twins))
 #
 # <details><summary>Answers</summary>
 #
-# 1. 174.6 billion (to four digits); 4 + 4 + 8 = 16 bytes each, 2.54 TiB.
+# 1. 174.6 billion (to four digits); 4 + 4 + 8 = 16 bytes each, 2.54 TiB. The usual approximation $12 L h^2$ has the
+#    matrices of the blocks only, without biases, norms and embeddings: 173.9 billion, 0.4 % too few. For GPT-2 small it
+#    is 32 % too few. It is good where $12 L h$ is much larger than $V + T_{\max}$.
 # 2. 10.13 GiB. With recompute 1.13 GiB in a block (12 inputs, and one block's activations), but 1.86 GiB at the loss,
 #    of which 1.53 GiB are logits: the head sets the peak.
 # 3. 359 billion, 1.027 times two per parameter.
@@ -690,6 +695,10 @@ caught("values keyed by shape", lambda: check_matrices_differ(twins))
 #    rises by $0.0526\, \eta$, though the last gradient is as large as the first, which moved it by $-\eta$.
 # 7. Softmax does not change while all rows have similar maxima, so forward and the gradient checker pass. A row whose
 #    largest score is more than 745 below the matrix's maximum shows it: all its exponentials are 0, and 0 / 0 is NaN.
+# 8. The first should be near $\ln 256 = 5.5$, whatever the targets are. Far above it the logits are too large, mostly
+#    because the initial weights are: matrices 50 times as large give this model 22. In the second a token can see its
+#    target: the targets are the inputs, not shifted by one (this model's loss falls to 0.2), or the mask is missing. Or
+#    it trains on a text so short that it learns it by heart.
 #
 # </details>
 
@@ -704,6 +713,8 @@ at_head = 2 * 8192 * 768 + 8192 + 8192 * 50257
 assert f"{4 * 12 * elements / GiB:.2f} {4 * (inputs_kept + elements) / GiB:.2f}" == "10.13 1.13"
 assert f"{4 * (inputs_kept + at_head) / GiB:.2f} {4 * 8192 * 50257 / GiB:.2f}" == "1.86 1.53"
 assert round(12 * elements / parameter_count(gpt2)) == 22  # the first page
+assert f"{4 * (12 * elements + at_head) / GiB:.1f}" == "11.7"  # the first page
+assert [round(1 - 12 * c.n_layer * c.n_embd**2 / parameter_count(c), 3) for c in (gpt3, gpt2)] == [0.004, 0.317]
 per_token = forward_operations(gpt3, 1, 2048) / 2048
 assert f"{per_token / 1e9:.0f} {per_token / (2 * parameters):.3f}" == "359 1.027"
 mean = 0.9 * 0.1 - 0.1

@@ -16,7 +16,7 @@
 # everybody. It sends four times as many bytes as necessary, the GPUs end with *different* sums, and with two lines in
 # the wrong order it hangs for large arrays. The picture below shows an algorithm without these faults, on four ranks.
 # At the end of this chapter you can write it in two loops of four lines, prove that nothing sends less, and say when it
-# is the wrong choice: on 16 ranks 4 messages are faster than its 30 for 64 KiB, and slower for 1 MiB.
+# is the wrong choice: on 16 ranks it needs 30 messages one after the other, and another algorithm only 4 larger ones.
 #
 # ![Ring all-reduce on four ranks](../visualize/gallery/ring_all_reduce.gif)
 #
@@ -295,7 +295,7 @@ if rank == 0:
 # The ring needs $2(p-1)$ messages one after the other. For a small array that is what counts, and fewer are enough.
 #
 # **Recursive doubling**: at distance $1, 2, 4, \dots$ pairs of ranks exchange *everything*, and both add. That takes
-# $\lg p$ messages of $n$ bytes each.
+# $\lg p = \log_2 p$ messages of $n$ bytes each.
 #
 # ![Recursive doubling on four ranks](../visualize/gallery/recursive_doubling.gif)
 #
@@ -387,7 +387,9 @@ if rank == 0:
 # \frac{n}{k}\beta)$: few steps *and* nearly $n\beta$. But an inner rank sends each piece three times, once up and twice
 # down, so $3n$ bytes, and a leaf only $n$. NCCL's tree is a pair of trees, each for half of the array. A leaf of one is
 # an inner rank of the other, so a rank sends at most $1.5n + 0.5n = 2n$ bytes, as in the ring, within a number of steps
-# that grows with $\lg p$. The library has one tree, in `broadcast`.
+# that grows with $\lg p$. The library sends along a tree in `broadcast` only. (Its `algorithm="tree"` is another thing:
+# it sends what `ordered` of 3.5 sends, and a chunk's owner adds in the pairs $((a_0 + a_1) + (a_2 + a_3)) + \dots$: the
+# bits of doubling with the bytes of the ring. [6.6](06_tensor_parallel.ipynb) uses that order.)
 #
 # ### Hierarchical all-reduce
 #
@@ -514,7 +516,8 @@ if rank == 0:
 # %% [markdown]
 # None of these orders is more accurate than the others; they are different, and each changes with $p$. What matters for
 # training is that the replicas agree, and that a run can be repeated. A *proof* that two programs train equally needs
-# more: the same order in both. That is what `ordered` is for (`--reduction ordered` in the trainer).
+# more: the same order in both. That is what `ordered` is for (`--reduction ordered` in the trainer, `python -m
+# minipar.train`).
 #
 # ## 3.6 Every message is counted
 #
@@ -581,15 +584,8 @@ if rank == 0:
     say("ring: simulated time == formula on each of 3, 5 and 32 ranks")
 
 # %% [markdown]
-# Few messages or few bytes: which is better depends on $n$. Set $T_\text{ring} = T_\text{doubling}$ and solve for $n$:
-#
-# $$ n^* = \frac{\alpha}{\beta}\cdot\frac{2(p-1) - \lg p}{\lg p - 2(p-1)/p}. $$
-#
-# Above $n^*$ the ring wins. In the same way halving wins against doubling above
-# $n^* = \frac{\alpha}{\beta}\cdot\frac{\lg p}{\lg p - 2(p-1)/p}$. The ratio $\alpha/\beta$ is the number of bytes that
-# a message could carry in the time it takes to get started: 16 KiB with our prices. (Both formulas are for $p = 2^k$
-# above 2. With two ranks doubling sends as few bytes as the ring, in half as many messages: it is always better, and
-# the denominators are zero.) Each mark below is a run of the library's code on 16 simulated ranks.
+# Few messages or few bytes: which is better depends on $n$ and $\alpha/\beta$. That ratio is the number of bytes that a
+# message could carry in the time it takes to get started: 16 KiB with our prices.
 #
 # **Predict**: on 16 ranks doubling needs 4 messages one after the other, the ring 30. From which size on is the ring
 # faster?
@@ -619,8 +615,15 @@ if rank == 0:
 assert FEW_STEPS_BELOW == 256 * 1024
 
 # %% [markdown]
-# On 16 ranks halving overtakes doubling at 30 KiB and the ring overtakes it at 196 KiB. For 1 MiB the ring takes
-# 2.29 ms, doubling 3.97 ms and halving 1.95 ms.
+# Set $T_\text{ring} = T_\text{doubling}$ and solve for $n$:
+#
+# $$ n^* = \frac{\alpha}{\beta}\cdot\frac{2(p-1) - \lg p}{\lg p - 2(p-1)/p}. $$
+#
+# Above $n^*$ the ring wins. In the same way halving wins against doubling above $n^* =
+# \frac{\alpha}{\beta}\cdot\frac{\lg p}{\lg p - 2(p-1)/p}$. (Both formulas are for $p = 2^k$ above 2. With two ranks
+# doubling is always better, and the denominators are zero.) Each mark is a run of the library's code on 16 simulated
+# ranks: halving overtakes doubling at 30 KiB and the ring overtakes it at 196 KiB. For 1 MiB the ring takes 2.29 ms,
+# doubling 3.97 ms and halving 1.95 ms.
 #
 # On this model recursive halving beats the ring for every $p = 2^k$ above 2. Why are rings used all the same? The model
 # says that messages do not slow one another down. In a real network they do. In the first step of halving every rank
@@ -635,8 +638,9 @@ assert FEW_STEPS_BELOW == 256 * 1024
 #
 # *Deeper, 5 minutes.*
 #
-# Now real time. Ours and `MPI_Allreduce` take turns in the same run; each time is the median over batches, of the
-# slowest rank. Times are printed and not asserted: they belong to the machine and the moment.
+# Now real time. Ours and `MPI_Allreduce` take turns in the same run. For each batch we take the time of the slowest
+# rank; the table has the median of these. Times are printed and not asserted: they belong to the machine and the
+# moment.
 #
 # A time says little without the bandwidth it amounts to. nccl-tests defines two. **algbw** is the size of the array
 # divided by the time. But an all-reduce moves more than its array, and how much depends on $p$. **busbw**
@@ -654,11 +658,12 @@ if p > 1:
         show(plot_bench(rows), "03_against_mpi")
 
 # %% [markdown]
-# In the left picture each curve has a dotted one of the same colour: MPI's own, measured in turns with it. Every
-# message costs some microseconds of interpreter, and with more ranks than cores a wait for a core. For small arrays
-# nothing else counts: `auto` sends $\lg p$ messages and the ring $2(p-1)$. For megabytes the time goes into copying and
-# adding bytes, and `np.add` does that as fast as MPI's C. `python -m minipar.bench collectives` measures all operations
-# at more sizes.
+# In the left picture each curve has a dotted one of the same colour: MPI's own, measured in turns with it. A message
+# costs some microseconds of interpreter. Where there are more ranks than cores, as in this notebook, it also costs a
+# wait for a core, often of milliseconds, which hides the rest. So the number of rounds in which ranks wait for one
+# another decides: with `auto` $\lg p$ for small arrays and 2 for large ones, with the ring $2(p-1)$, also for
+# megabytes, where both send the same bytes. `python -m minipar.bench collectives` measures all operations at more
+# sizes.
 #
 # ## 3.9 Computing while it travels
 #
@@ -899,6 +904,11 @@ def hierarchical_all_reduce(comm, x, g, algorithm="ring"):
     return x, comm.traffic.bytes("all_reduce", "across")
 
 
+def hierarchical_time(comm, nbytes, g):
+    hierarchical_all_reduce(comm, np.zeros(nbytes, np.uint8), g)
+    return comm.clock.now()
+
+
 def sum_of(comm, algorithm):
     return comm.all_reduce(np.full(4, [1, 2**24, -(2**24), 1][comm.rank], np.float32), algorithm=algorithm).tolist()
 
@@ -914,6 +924,10 @@ if rank == 0:
     nested = left_to_right(eight[:4]) + left_to_right(eight[4:])
     assert all(np.array_equal(x, nested) for x, _ in results) and not np.array_equal(nested, left_to_right(eight))
     assert 2 * (1 - 8 / 64) == 1.75 and round(2 * (1 - 1 / 64), 2) == 1.97
+    two_hosts = Network(ALPHA / 8, BETA / 8, between=network, per_host=4)
+    times = run_local(8, hierarchical_time, 1 << 16, 4, clock="model", network=two_hosts)
+    inside_hosts = 2 * 3 * (ALPHA / 8 + (1 << 16) / 4 * BETA / 8)
+    assert max(times) == inside_hosts + 2 * 1 * (ALPHA + (1 << 16) / 8 * BETA)
 say("the answers are right")
 
 # %% [markdown]
@@ -932,6 +946,12 @@ say("the answers are right")
 #    $1.97\,n$. That is the least possible: with hosts in the place of ranks it is the bound of section 3.3. The order
 #    is $(((a_0 + a_1) + a_2) + a_3) + (((a_4 + a_5) + a_6) + a_7)$. All ranks have these bits. One device that
 #    accumulates has others.
+#
+#    Its time with rings, with $\alpha$, $\beta$ inside a host and $\alpha'$, $\beta'$ between hosts, is
+#    $2(g-1)\left(\alpha + \frac{n}{g}\beta\right) + 2\left(\frac{p}{g} - 1\right)\left(\alpha' +
+#    \frac{n}{p}\beta'\right)$. In a flat ring each of the $2(p-1)$ steps waits for the slow link: $2(p-1)(\alpha' +
+#    \frac{n}{p}\beta')$. There are at least $g$ times fewer slow steps, and the price is about $2n\frac{g-1}{g}\beta$
+#    inside the hosts.
 #
 # (a) Every rank computes a hash of operation, algorithm, dtype and shape. An all-reduce with `max` of two values, the
 # hash and its negative, gives the hashes' maximum and minus their minimum; all hashes are equal if the two add up to 0.

@@ -120,9 +120,9 @@ for ranks, printed in PAPER.items():
 #
 # *Deeper, 2 minutes.*
 #
-# The library's version gives the same bytes. It takes the number of elements that a rank really owns, other precisions,
-# and the case that gradients accumulate (5.9). The trainer's `--memory-limit` uses it to refuse a run that cannot fit,
-# before it starts.
+# The library's version gives the same bytes. It also handles uneven chunks, other precisions, and accumulated gradients
+# (5.9). The `--memory-limit` of the trainer, `python -m minipar.train`, uses it to refuse a run that cannot fit, before
+# it starts.
 
 # %%
 if rank == 0:
@@ -205,13 +205,14 @@ say(f"optimizer state on rank 0: {state[0]:,} bytes whole, {state[1]:,} as a chu
 #
 # the inner sum on each rank, the outer one an all-reduce of a single value. Every element counts once. To get the same
 # bits, stage 0 sums in this order too. Where a framework pads the flat array so that $d$ divides it, the padding's
-# gradient must be 0: then it adds nothing to the norm, and AdamW leaves the padding as it is. (Muon's update reads
-# whole matrices, which chunks cut: [9.11](09_3d_parallel.ipynb) shows what breaks, and the remedy.)
+# gradient must be 0: then it adds nothing to the norm, and AdamW leaves the padding as it is. (The update of Muon,
+# another optimizer, reads whole matrices, which chunks cut: [9.11](09_3d_parallel.ipynb) shows what breaks, and the
+# remedy.)
 #
 # The library adds three things. Buckets are reduce-scattered during backward, as their gradients become complete, and
 # not after it. The optimizer sees *shards*, the pieces of parameters that lie in this rank's chunks. And when the
-# optimizer has updated them, it calls the wrapper's `after_step` by itself, which gathers what the others made of
-# theirs.
+# optimizer has updated them, it calls the wrapper's `after_step`, which gathers the chunks that the other ranks have
+# updated.
 #
 # The buckets lie in one flat array, as in chapter 4. `Chunk` cuts this rank's part of a bucket into one shard for each
 # parameter that has elements in it. A shard is a view, so the optimizer writes into the flat array:
@@ -534,8 +535,16 @@ if rank == 0:
 
 # %% [markdown]
 # With these durations the step takes 27 units of time, of which 24 are computation; without prefetch it takes 40.5. The
-# last unit's backward follows its forward at once, so it stays gathered. The words are those of PyTorch's FSDP2:
-# `unshard` starts a gather, and `wait_for_unshard` lets the parameters refer to the array when it has arrived:
+# last unit's backward follows its forward at once, so it stays gathered.
+#
+# **How large should a unit be?** With $k$ equal units prefetch keeps up to two whole ones, $2\Psi/k$ parameters,
+# besides the chunks. A step has about $3k$ collectives, and each takes at least $(d-1)\alpha$ (5.6). The first gather
+# and the last reduce-scatter hide behind nothing, and they are shorter if units are smaller. So units should be as
+# small as possible, but large enough that a unit's computation hides the latency of its gather. A block is the usual
+# choice.
+#
+# The words are those of PyTorch's FSDP2: `unshard` starts a gather, and `wait_for_unshard` lets the parameters refer to
+# the array when it has arrived:
 
 # %%
 from minipar.parallel.fsdp import FullyShardedDataParallel as FSDP
@@ -545,11 +554,11 @@ if rank == 0:
     show_source(Unit.unshard, Unit.wait_for_unshard)
 
 # %% [markdown]
-# `reshard` frees a unit although the graph of backward needs it: a matrix product's backward reads the weight, so a
-# node of the graph keeps the *parameter*, not its values, and asks for them when backward comes. `reshard` also makes
-# mistakes visible: while a unit is freed, its parameters hold a `placeholder`, a single NaN that stands for every
-# element, so that code that uses a parameter at the wrong time computes NaN. The four functions in the picture of 5.3
-# say when each happens:
+# Backward of a matrix product reads the weight. How can `reshard` free it? The node keeps the *parameter* object, not
+# its values, and reads the values only in backward, when they have been gathered again. `reshard` also makes mistakes
+# visible: while a unit is freed, its parameters hold a `placeholder`, a single NaN that stands for every element, so
+# that code that uses a parameter at the wrong time computes NaN. The four functions in the picture of 5.3 say when each
+# happens:
 
 # %%
 if rank == 0:
@@ -771,8 +780,10 @@ say(f"while a model of {made:.3f} MiB was made, rank 0 held at most {peak:.3f} M
 #   until the last backward, next to the chunks. The saving of stage 2 is gone.
 # - **Reduce-scatter after every microbatch** and add up the chunks. Memory: $\Psi/d$. Bytes: $m$ reduce-scatters.
 #
-# Stage 3 also gathers parameters for every microbatch, twice. Elements sent per rank and step, each times
-# $\frac{d-1}{d}$:
+# Stage 3 also gathers parameters for every microbatch, twice. (It could keep them gathered from the first forward to
+# the last backward, as PyTorch's FSDP2 does with `set_reshard_after_backward(False)`. That is one gather instead of
+# $2m$, so $2\Psi$ in all with `no_sync`. But then all parameters and gradients are on every rank, and only the saving
+# of stage 1 is left. minipar has no such mode.) Elements sent per rank and step, each times $\frac{d-1}{d}$:
 #
 # | | reduce-scatter | all-gather | together |
 # | --- | --- | --- | --- |
@@ -956,13 +967,19 @@ if rank == 0:
         times[f"{bandwidth / 1e9} GB/s between hosts"] = {name: step.seconds for name, step in steps.items()}
     slow = times["1.0 GB/s between hosts"]
     assert [round(seconds * 1e3, 2) for seconds in slow.values()] == [2.30, 1.99, 2.22, 0.94]
+    equal = times["4.0 GB/s between hosts"]
+    assert [round(seconds * 1e3, 2) for seconds in equal.values()] == [1.14, 1.19, 1.09, 0.89]
     factor = slow["stage 3 over 8"] / slow["stage 3, 2 replicas"]
     reveal("hybrid sharding is faster by the factor", round(factor, 2), say)
     show(figures.plot_step_times(times, watch.COMPUTATION), "05_hosts")
 
 # %% [markdown]
-# On the slow network hybrid sharding takes 0.94 ms instead of 2.22 ms. Even stage 0 takes longer: its all-reduce runs
-# in one ring over both hosts. With equal networks (left) the gain is small: fewer ranks wait for one another.
+# On the slow network hybrid sharding takes 0.94 ms instead of 2.22 ms. Even stage 0 takes longer, 2.30 ms. All its
+# $2(d-1)$ steps are those of rings over both hosts, and in each of them somebody waits for the slow link. The gathers
+# of stages 1 and 3 go pairwise: of a rank's 7 messages only 4 leave its host. So stage 1 is faster with the same bytes.
+# With equal bandwidths (left) hybrid sharding takes 0.89 ms instead of 1.09 ms, mostly because a message between hosts
+# still has five times the latency of one inside. For the same reason stage 0 is slower than stage 3 there. With equal
+# latencies, too, both would take 0.91 ms, equal as in 5.6.
 #
 # **Does it win in practice?** InternEvo's authors trained a model of 7 billion parameters on A100s, 8 per host, with
 # four network cards of 100 Gb/s per host. Here it is stage 1 whose state is sharded over all GPUs, or over the 8 of a

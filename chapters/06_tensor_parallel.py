@@ -12,11 +12,11 @@
 #
 # **How do $t$ ranks compute one layer together?**
 #
-# One layer of GPT-3 has 1.8 billion parameters. To train it with Adam takes 29 GB of model state
-# ([chapter 5](05_zero.ipynb)), and each sample adds 2.9 GB of activations. Data parallelism and ZeRO give each rank its
-# own samples, but every rank still computes whole layers. When one layer is too large or too slow for one device, the
-# layer itself must be cut. Each rank then holds a part of every matrix and computes a part of every product, on the
-# *same* samples. That is tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053: Megatron-LM).
+# One layer of GPT-3 has 1.8 billion parameters. To train it with Adam takes 29 GB of model state ([chapter
+# 5](05_zero.ipynb)), and each sample adds 2.9 GB of activations (by the paper's count of 6.9). Data parallelism and
+# ZeRO give each rank its own samples, but every rank still computes whole layers. When one layer is too large or too
+# slow for one device, the layer itself must be cut. Each rank then holds a part of every matrix and computes a part of
+# every product, on the *same* samples. That is tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053: Megatron-LM).
 #
 # The price is time spent waiting: in every layer, in forward and in backward, all ranks stop until a sum has arrived.
 # Over some links eight devices compute a layer faster than one, and over others they are *slower than one*. At the end
@@ -49,10 +49,10 @@ if rank == 0:
     show(figures.plot_cuts([(name, *cut) for name, cut in MATRICES.items()], ranks=4), "06_cuts")
 
 # %% [markdown]
-# The picture shows the four matrices of a block, cut over four ranks. The digits are the ranks. An activation passes
-# the matrices from left to right. It meets them in pairs: the first matrix of a pair is cut by columns, the second by
-# rows. This chapter shows why that order needs only one sum per pair. (`c_attn` holds the matrices of queries, keys and
-# values; each of the three is cut by itself.)
+# The picture shows the four matrices of a block, cut over four ranks. Digits and colours are the ranks. An activation
+# passes the matrices from left to right, in two pairs: attention's and the MLP's. The first matrix of a pair is cut by
+# columns, the second by rows. This chapter shows why that order needs only one sum per pair. (`c_attn` holds three
+# matrices, of queries, keys and values; each is cut by itself.)
 #
 # Among the strategies of this course tensor parallelism stands here:
 
@@ -142,7 +142,8 @@ say(f"rows, then columns: off by {relative_difference(early, Z):.0%} with gelu b
 # belongs to its columns and is cut with them. A row layer's bias belongs to the sum: every rank adds it **once**, after
 # the all-reduce. Added before the sum, on every rank, it would count $t$ times (mistake 1 of 6.12).
 #
-# Exercise 8 asks for these four functions: `make exercises PYTEST="-k e08"`. Write them before you open the next cell.
+# [Exercise 8](exercises/e08_column_row_layers.py) asks for these four functions: `make exercises PYTEST="-k e08"`.
+# Write them before you open the next cell.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -245,7 +246,7 @@ say("the library's layers = the plain functions, with their gradients")
 # What does the library add? A layer's weights are Parameters that know which part of the serial model they are (6.4).
 # What enters and leaves the part of a layer where the ranks differ crosses a *border*. Its `enter` is $f$, its `leave`
 # is $g$, and `enter_linear` is $f$ and the product in one node, so that backward can send while it computes (6.11).
-# Sequence parallelism is a border with two other mappings (6.9).
+# Sequence parallelism is a border with two other mappings (6.9); `SEQUENCE` is the dim of the tokens, 1.
 #
 # ## 6.4 The plan
 #
@@ -320,8 +321,9 @@ say(f"{2 * t} query heads in {t} groups over {t} ranks = one device, with the gr
 # *Deeper, 10 minutes.*
 #
 # `PLAN` is the library's table. Beside dim and groups it names the class that replaces the serial layer. The names
-# after `c_proj` are Llama's and Mixtral's, whose matrices are (out, in). Where several layers read one input ($q$, $k$,
-# $v$; `gate_proj`, `up_proj`), the block calls `enter` once for all of them, and they do not cross the border.
+# after `c_proj` are those of Llama and of Mixtral, a Llama with experts (chapter 12), whose matrices are (out, in).
+# Where several layers read one input ($q$, $k$, $v$; `gate_proj`, `up_proj`), the block calls `enter` once for all of
+# them, and they do not cross the border.
 #
 # `tensor_parallel(model, comm)` goes through the table. It replaces serial layers by parallel ones, and leaves each
 # rank its part of *the very values* that the serial model has. (Initial weights are keyed by name, never by rank, so a
@@ -415,7 +417,8 @@ say(f"log sum exp: without the maximum {without}, with it {one_maximum:.3f}, wit
 # because $\mu$ cancels in $\ell$, and a rank knows $\mu$ and $E$ of each token since forward. (A target that does not
 # count has the loss 0 and a gradient row of zeros.)
 #
-# Exercise 9 asks for this loss: `make exercises PYTEST="-k e09"`. Write it before you open the next cell.
+# [Exercise 9](exercises/e09_vocab_parallel_loss.py) asks for this loss: `make exercises PYTEST="-k e09"`. Write it
+# before you open the next cell.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -489,10 +492,10 @@ say(f"the loss and all gradients are those of one device, within {worst:.1e}")
 #
 # Data parallelism could promise the bits of one device that adds the same parts in the same order (chapter 4). Tensor
 # parallelism cannot, because its parts are inside a product. An element of $YD$ is a sum of $4h$ terms. One device
-# leaves it to the library that multiplies matrices, which adds in an order of its own: in blocks, and several terms at
-# once. On $t$ ranks the library adds the $4h/t$ terms of each rank, and then the ranks' sums are added: $(a+b)+(c+d)$,
-# say, where one device has $((a+b)+c)+d$. Where does it begin? Walk through the first attention, join what is cut, and
-# compare bits with one device:
+# leaves it to BLAS, the library that multiplies matrices, which adds in an order of its own: in blocks, and several
+# terms at once. On $t$ ranks BLAS adds the $4h/t$ terms of each rank, and then the ranks' sums are added:
+# $(a+b)+(c+d)$, say, where one device has $((a+b)+c)+d$. Where does it begin? Walk through the first attention, join
+# what is cut, and compare bits with one device:
 
 
 # %%
@@ -515,13 +518,13 @@ say(f"c_proj over {t} ranks = one device that adds {t} blocks in rank order, bit
 
 # %% [markdown]
 # The embedding has the same bits, and so has ln_1. Columns and heads can have the same bits, but need not: each element
-# is the same sum over $h$, and the library may add it in another order when the matrix is narrower. The row layer
-# splits the sum itself, and one device that adds the same blocks in the same order gets the ranks' exact bits. So the
-# difference is the order of additions and nothing else.
+# is the same sum over $h$, and BLAS may add it in another order when the matrix is narrower. The row layer splits the
+# sum itself, and one device that adds the same blocks in the same order gets the ranks' exact bits. So the difference
+# is the order of additions and nothing else.
 #
 # **A tree** is an order that no number of ranks changes. Cut the columns of $Y$ and the rows of $D$ into 8 equal
-# *leaves*. Compute each leaf's product $p_k = Y_k D_k$ separately, always with the same shape. Then the library adds
-# *inside* a product in the same order, whoever computes it. And add the products in fixed pairs:
+# *leaves*. Compute each leaf's product $p_k = Y_k D_k$ separately, always with the same shape. Then BLAS adds *inside*
+# a product in the same order, whoever computes it. And add the products in fixed pairs:
 #
 # $$\big((p_0 + p_1) + (p_2 + p_3)\big) + \big((p_4 + p_5) + (p_6 + p_7)\big).$$
 #
@@ -546,7 +549,9 @@ if rank == 0:
 # `--reduction tree` uses leaves with every sum of a training step. A column layer is cut into leaves as well, so that
 # its products have one shape, and in backward its input's gradient is a tree over them. For gradients and losses the
 # microbatches of all replicas are leaves. The norm's squares are added without any rounding, so that no order shows.
-# ([What it costs](../docs/combinations.md#the-same-bits-in-all-layouts).)
+# The price is computation, in smaller products: in [our
+# measurements](../docs/combinations.md#the-same-bits-in-all-layouts) 1.4 to 1.8 times the time on one rank. With GPT-2
+# the bytes stay the same, but gradients travel after backward, not during it.
 #
 # ## 6.7 The bytes
 #
@@ -747,10 +752,10 @@ for ranks, sequence, ours, paper in ((1, False, 90.0, 114), (8, False, 20.0, 23)
 #
 # One function must know of both: the **gradient norm** for clipping. The squares of all gradients are added up, each
 # element *once*. A split gradient has other elements on each rank, so its squares are summed over tp. A replicated
-# gradient is the same on each rank, so it is counted by each rank for itself and not summed. Take two ranks with the
-# parts 3 and 4 of a split gradient, and a replicated gradient of 12 on both. The norm is
-# $\sqrt{3^2 + 4^2 + 12^2} = 13$. A sum of everything over both ranks has $12^2$ twice and gives 17.7 (mistake 3 of
-# 6.12). For the MLP of 6.2, where only the last bias is replicated:
+# gradient is the same on all ranks. Each rank adds its squares after the sum over tp, so that they count once. Take two
+# ranks with the parts 3 and 4 of a split gradient, and a replicated gradient of 12 on both. The norm is $\sqrt{3^2 +
+# 4^2 + 12^2} = 13$. A sum of everything over both ranks has $12^2$ twice and gives 17.7 (mistake 3 of 6.12). For the
+# MLP of 6.2, where only the last bias is replicated:
 
 
 # %%
@@ -774,8 +779,9 @@ say(f"the norm over {t} ranks is one device's: {norm:.1f}")
 #
 # *Deeper, 8 minutes.*
 #
-# The library's version is a loop over the parameters' placements. It knows dp and pp as well. Exercise 12 asks for it
-# (`make exercises PYTEST="-k e12"`); write it before you read the next output:
+# The library's version is a loop over the parameters' placements. It knows dp and pp as well. [Exercise
+# 12](exercises/e12_gradient_norm.py) asks for it (`make exercises PYTEST="-k e12"`); write it before you read the next
+# output:
 
 # %%
 from minipar.parallel import grad_norm
@@ -1040,7 +1046,7 @@ for name, noticed in caught.items():
 # gradient on each rank before the sum of `Partial` gradients, with and without sequence parallelism? What would the
 # optimizer, without weight decay and clipping, do to the copies on the others? (A copy that is not used has the
 # gradient 0.)
-# 6. Let `_ColumnLinear` keep its own tokens only and gather again in backward, as Megatron does. Backward has two
+# 6. Let `ColumnLinear` keep its own tokens only and gather again in backward, as Megatron does. Backward has two
 # products (6.9, 6.11). Which of them can run during that all-gather, and why not the other? Per layer, what do the
 # ledger (after forward) and the counter say before and after?
 # 7. Llama 3 8B has $h = 4096$, 32 layers, 32 heads of $q$ and $G = 8$ of $k$ and $v$, each of 128 elements. Let

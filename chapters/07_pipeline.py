@@ -217,25 +217,27 @@ for (p, m), t in product(SIZES, TIMES):
 #
 # More microbatches, smaller bubble: 3/11 with $p = 4$ and $m = 8$. The price is memory. All $m$ microbatches are alive
 # when the first backward begins. GPipe therefore *recomputes*: of each microbatch a rank keeps only what has entered
-# its *stage*, and backward runs the forward of the whole stage again. (`--recompute full` does that per *block*: it
-# keeps what enters each block. So it keeps more, and needs less while one block is recomputed. 7.4 counts it.)
+# its *stage*, and backward runs the forward of the whole stage again. (The trainer's `--recompute full` does that per
+# *block*: it keeps what enters each block. So it keeps more, and needs less while one block is recomputed. 7.4 counts
+# it.)
 #
 # ## 7.3 1F1B: the same bubble, less memory
 #
 # *Core, 10 minutes.*
 #
-# Rank $r$ cannot do a backward before its first microbatch has been down to the last rank and back. It runs ahead by
-# $p-1-r$ forwards: those that fit while microbatch 0 goes down. Then it waits for the first gradient. It could run more
-# forwards meanwhile, but they would cost memory and the step would not end earlier; the picture shows why. After these
-# $p-1-r$ *warm-up* forwards comes the *steady state*: each further forward is followed by a backward, which frees what
-# a forward took. At the end, in the *cool-down*, only backwards are left. This is the synchronous form of PipeDream's
+# Rank $r$ cannot do a backward before its first microbatch has been down to the last rank and back. While microbatch 0
+# goes down, rank $r$ does $p-1-r$ forwards, the *warm-up*. It does one more, the first of the *steady state*, and then
+# waits for the first gradient. It could run more forwards meanwhile, but they would cost memory and the step would not
+# end earlier; the picture shows why. In the steady state each forward is followed by a backward, which frees what a
+# forward took. At the end, in the *cool-down*, only backwards are left. This is the synchronous form of PipeDream's
 # order (Narayanan et al. 2019), called PipeDream-Flush or **1F1B** (Narayanan et al. 2021, arXiv 2104.04473, section
 # 2.2).
 #
-# Exercise 10 asks for these lists: `make exercises PYTEST="-k e10"`. Write them before you open the next cell. And
-# guess: with $p = 4$ and $m = 8$ rank 0 of GPipe holds 8 activations. How many does rank 0 of 1F1B hold?
+# [Exercise 10](exercises/e10_one_f_one_b.py) asks for these lists: `make exercises PYTEST="-k e10"`. Write them before
+# you open the next cell. **Predict**: with $p = 4$ and $m = 8$ rank 0 of GPipe holds 8 activations. How many does rank
+# 0 of 1F1B hold? (If you know it from 0.9: say why.)
 #
-# And somebody claims 1F1B in 71 steps, a bubble of 0.0986, with $p = 8$ and $m = 32$.
+# And somebody claims 1F1B in 71 units of time, a bubble of 7/71 = 0.0986, with $p = 8$, $m = 32$ and $T_F = T_B = 1$.
 # **[Exercise 27](exercises/e27_71_steps.py)** asks you to refute it: `make exercises PYTEST="-k e27"`.
 
 # %%
@@ -302,8 +304,7 @@ if rank == 0:
 # schedule is shorter than its longest chain of actions that wait for each other. The chain goes down $p-1$ ranks,
 # through the whole list of the last rank, and up $p-1$ ranks. While the boxes of other ranks on this path run, the last
 # rank is idle: $(p-1)(T_F+T_B)$. All ranks have equally much work, so each is idle for that long, as with GPipe. That
-# holds for $m < p$ too; then at most $m$ microbatches are alive. (The first pair of rank 0's steady state is `F` of
-# microbatch 3 and `B` of microbatch 0; between the two the rank waits.)
+# holds for $m < p$ too; then at most $m$ microbatches are alive.
 #
 # The gain is memory: at most $\min(m, p-r)$ microbatches are alive on rank $r$, whatever $m$ is. So $m$ can grow until
 # the bubble does not matter. With $p = 4$ and $m = 8$ rank 0 holds 4 activations instead of GPipe's 8. With $m = 32$
@@ -351,6 +352,16 @@ for alive, blocks in ((1, 1), (2, 3), (4, 2)):
 say(f"3 blocks, 4 microbatches alive: {peak(4, 3, False):g} BTh without recompute, {peak(4, 3, True):g} with it")
 
 # %% [markdown]
+# ### Unequal stages
+#
+# *Deeper, 2 minutes.*
+#
+# Equally many blocks are not equal times: the last stage also has the head and the loss (problem 3). If rank $r$ takes
+# $T_r$ for a forward and a backward, no step is shorter than $m \max_r T_r$: the slowest rank sets the pace, and a rank
+# idles for at least $1 - T_r / \max_r T_r$ of the time. So the last stage gets fewer blocks. (Exercise 27 asks for a
+# better bound.) Memory is unequal as well. The first rank has the most microbatches alive, and the embedding with its
+# gradient and optimizer state. The last one has the logits, $N V$ elements, of one microbatch.
+#
 # ## 7.5 The lists on the ranks
 #
 # *Core, 8 minutes.*
@@ -443,6 +454,14 @@ right = run.losses  # the same with every schedule
 # bit: dropout masks are keyed by sample and layer, not by rank, and the norm is added up part by part, in one order.
 # The most activations alive are those that the list says. The bytes over the cuts are $BTh$ elements per microbatch,
 # cut and direction, besides those of the tied embedding (7.7).
+#
+# With $N = BT$ that is $2Nh$ for each cut and microbatch, forward and backward together. Tensor parallelism sends
+# $8Nh\frac{t-1}{t}$ per rank in each *layer* (6.7): with $t = 8$ and four layers on a stage 14 times as much, and all
+# ranks wait for it. So pipelines go over the slow links.
+#
+# **The scale of the loss.** Each microbatch divides its summed loss by the count of the whole step, over all
+# microbatches and replicas (`scale` in the listing). Then gradients simply add up. If each divided by its own count,
+# the sum would be $m$ times too large, and a mean of the $m$ would be wrong where counts are unequal (4.6).
 #
 # ## 7.6 Messages, and the deadlock that blocking sends make
 #

@@ -15,8 +15,8 @@
 # With 1F1B ([chapter 7](07_pipeline.ipynb)) four ranks are idle for 27.3 % of the time if a step has eight
 # microbatches, not chapter 7's 32. At the end of this chapter the same four ranks wait for 5.9 % of it with these
 # eight, they keep no more than four microbatches in memory, and the result is that of one device **bit for bit**. No
-# new kind of message is needed, and no change of the model: only other lists. You can then say what each of them pays:
-# messages, memory, or weights that are too old.
+# new kind of message is needed, and no change of the model: only another order of each rank's actions. You can then
+# say what each order pays: messages, memory, or weights that are too old.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
@@ -80,7 +80,7 @@ if rank == 0:
 # the rank does one forward, unlike in 1F1B also while the gradient comes back: $2(p-1-r)$ forwards;
 # - then the steady state begins, with a forward and a backward.
 #
-# `timed` and `idle` are those of 7.1. Here they come from a file, in which they also know `I` and `W`.
+# `timed` and `idle` are those of 7.1, and now know `I` and `W`.
 
 # %%
 from itertools import product
@@ -153,9 +153,10 @@ reveal("idle units with m = 6", idle_units[6], say)
 assert idle_units[6] == 19
 
 # %% [markdown]
-# With six microbatches each rank is idle for 19 units. That is even more than 1F1B's 18, with stages twice as long, so
-# the schedule loses what it was made for. The library's version has the same order and refuses an $m$ that $p$ does not
-# divide.
+# With six microbatches each rank is idle for 19 units. Rank 0 waits in five places: 10 units for microbatch 4 on its
+# way to the rank's second stage, 3 for microbatch 5, 1 each for the gradients of 2 and 3, and 4 for that of 4. The 19
+# are even more than 1F1B's 18, with stages twice as long, so the schedule loses what it was made for. The library's
+# version has the same order and refuses an $m$ that $p$ does not divide.
 #
 # ### Two prices
 #
@@ -247,7 +248,7 @@ if rank == 0:
 # **Memory has two counts.** Counted until `I`, rank $r$ of ZB-H1 holds $p-r$ microbatches, as in 1F1B, and rank 0 of
 # ZB-H2 $2p-1$. But a `W` that is put off keeps its inputs alive. In ZB-H1 $r$ of them wait when rank $r$ does a
 # forward, so counted until `W`, each rank holds $(p-r) + r = p$ microbatches; in ZB-H2 each holds $2p-1$. The pictures
-# of this chapter count until `I`, problem 5 and exercise 11 until `W`; the table of 8.5 has both.
+# of this chapter count until `I`, exercise 11 until `W`; the table of 8.5 and problem 5 have both.
 #
 # With $p = 4$, $m = 7$ and the times 4, 5, 3 of `F`, `I` and `W`, 1F1B idles for 36 units. How long do the other two?
 
@@ -391,23 +392,32 @@ for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items(
 # ZB-H2 pays with twice the activations. The V-shaped schedule (Qi et al. 2024, arXiv 2405.15362) needs no more than
 # 1F1B: two stages per rank, the second half of the pipeline running *back up*. Rank $r$ has stages $r$ and $2p-1-r$.
 # The last stage lies on rank 0, beside the first. So a microbatch's backward can begin where its forward ended, without
-# a way down. A rank holds at most $2p$ activations of half size, counted until `W` too. And as both ends are on one
-# rank, embedding and head are there together, and no tied gradient travels. For $T_F = T_I = T_W$ and $m \ge 2p - 1$ no
-# rank ever pauses: the idle time is the start, $p-1$ half-sized forwards. That is the 1/17 = 5.9 % of the first page.
+# a way down. And as both ends are on one rank, embedding and head are there together, and no tied gradient travels.
+#
+# A rank holds at most $2p$ activations of half size, counted until `W` too, and **every rank as many**. Those of an
+# early stage live long, those of a late one only briefly: after stage $r$ a microbatch has $2p-1-r$ stages before it
+# turns round, after stage $2p-1-r$ it has $r$. Together these are $2p-1$ on each rank. (In 1F1B a rank has one stage,
+# so an early rank holds more than a late one.)
+#
+# For $T_F = T_I = T_W$ and $m \ge 2p - 1$ no rank ever pauses: the idle time is the start, $p-1$ half-sized forwards.
+# That is the 1/17 = 5.9 % of the first page. Where the times differ, some gradients are waited for: with 4, 5, 3 the
+# idle time is $(p-1)T_I$ and not $(p-1)T_F$, and the bubble 5/69 = 7.2 %. ZB-V still idles the least of those in 8.5.
 #
 # **DualPipe** (DeepSeek-V3, 2412.19437) overlaps a forward with a backward, in pairs such as `(0F5;7B1)OVERLAP_F_B`:
 # one half computes while the other communicates. **DualPipeV** does so on the same V as ZB-V. Sea AI Lab derived it, by
 # cutting DualPipe in half. It needs $m \ge 2p$, and idles $(p-1)(T_{F\&B} + T_B - 3T_W)$, with the times of one stage
 # and $T_{F\&B}$ that of a pair. With equal times, and no gain from the overlap, the pair takes 3 units. So with $p = 4$
 # and $m = 8$ a rank idles for $3 \cdot (3+2-3) = 6$ of 54 units: the 1/9 of 8.5. ZB-H1 has that too, with less memory.
-# Why then use DualPipeV? Because a bubble counts waits between ranks, and not the all-to-alls inside an `F` or an `I`.
-# In the second picture these have a growing share. ZB-V, with the smaller bubble, is slower from a share of 8 % on; at
-# a half it takes 1.73 times the computation, and DualPipeV 1.28 times.
+# Why then use DualPipeV? Because a bubble counts waits between ranks, and not the all-to-alls inside an `F` or an `I`,
+# which a mixture of experts has (12.5). The second picture varies the all-to-alls' share of a forward. ZB-V, with the
+# smaller bubble, is slower from a share of 8 % on; at a half it takes 1.73 times the computation, and DualPipeV 1.28
+# times.
 
 # %%
 for p, m in SIZES:
     if m >= 2 * p - 1:
         assert idle(library_lists("zbv", p, m), EQUAL) == p - 1  # times of a half
+        assert idle(library_lists("zbv", p, m), REAL) == (p - 1) * REAL["I"]
         for actions in make("zbv", p, m).ranks:
             assert peak_live(actions, freed_by=("W",)) <= 2 * p
 if rank == 0:
@@ -550,13 +560,14 @@ if rank == 0:
     assert bubbles == [Fraction(*each) for each in ((3, 4), (3, 11), (3, 11), (3, 19), (1, 9), (1, 9), (1, 17), (1, 9))]
     real = {name: line.bubble_fraction for name, line in gallery(4, 8, Durations(4, 5, 3)).items()}
     assert real["ZB-H1"] == real["Interleaved 1F1B"] == Fraction(3, 19)
+    assert min(real.values()) == real["ZB-V"] == Fraction(5, 69)
 
 # %% [markdown]
 # There is no best row. The bubble falls from 3/11 = 0.273 (1F1B) to 3/19 (interleaved), 1/9 (ZB-H1) and 1/17 (ZB-V).
 # With the times 4, 5, 3 ZB-H1 is no better than interleaving: 3/19 for both. Interleaving and ZB-V pay with messages
 # (112 and 96 against 48), ZB-H2 with memory: 7 activations against 4. And zero-bubble schedules keep $x$ and $dy$ until
 # `W`: so counted, each rank of ZB-H1 and of ZB-V holds 4 microbatches. Choose by what is short: memory, network, or
-# time. (What an activation takes in bytes, with recompute and without, is counted in 7.4.)
+# time.
 #
 # ## 8.6 The lists on the ranks
 #
@@ -581,8 +592,8 @@ if rank == 0:
 say(f"three schedules on {stages} ranks, m = {len(batch)}: the gradients of one device, bit for bit")
 
 # %% [markdown]
-# The library's executor (7.5) runs all lists, those with two stages per rank and with pairs too. Again the real trainer
-# trains a GPT for two steps with each schedule:
+# The library's executor, its `run_list` (7.5), runs all lists, those with two stages per rank and with pairs too. The
+# real trainer trains a GPT for two steps with each:
 
 # %%
 for name in ("interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"):
@@ -634,20 +645,21 @@ if rank == 0:
     say("late_receives:", refusal(simulate_in_order, late_receives(wide), equal, "pair"))
     narrow = make("interleaved-1f1b", 4, 8)
     panels = {
-        "early receives, one channel per rank": simulate_in_order(early_receives(narrow), equal, "rank"),
-        "lower, one channel per rank": simulate_in_order(lower(narrow), equal, "rank"),
+        "early receives": simulate_in_order(early_receives(narrow), equal, "rank"),
+        "lower": simulate_in_order(lower(narrow), equal, "rank"),
     }
     assert [line.makespan for line in panels.values()] == [67, 57]
     show(plot_schedule(panels), "08_channels_in_order")
 
 # %% [markdown]
-# In the upper half rank 1 has nothing to do at 2, though `0F1` is done: its message waits behind a RECV from rank 3.
+# Both halves have one channel per rank. In the upper half rank 1 has nothing to do at 2, though `0F1` is done: its
+# message waits behind a RECV from rank 3.
 #
-# No list of `lower` deadlocks on any of these channels. It would not even if each SEND stopped its rank until the RECV:
-# all that waits then is a computation, and its results have later SENDs anyway. Where actions take equal times and
-# messages none, channels cost nothing. Where messages take time, channels cost some, because `lower` does not know how
-# long: a message can be there when its RECV stands behind a computation that has just begun. For $p = 4$, $m = 8$,
-# times 4, 5, 3 and messages of 1:
+# No list of `lower` deadlocks on any of these channels. Even with blocking sends none does: a blocked SEND delays only
+# the computation after it, and whatever that computation sends comes later in the list anyway. Where actions take equal
+# times and messages none, channels cost nothing. Where messages take time, channels cost some, because `lower` does not
+# know how long: a message can be there when its RECV stands behind a computation that has just begun. For $p = 4$,
+# $m = 8$, times 4, 5, 3 and messages of 1:
 
 # %%
 if rank == 0:

@@ -13,8 +13,8 @@
 # **Three ways to cut a training step. How do they fit into one another, and which one gets the fast wires?**
 #
 # You have two hosts with eight GPUs of 80 GB each, and a model of 39 billion parameters whose sequences have 4096
-# tokens. No single axis places it well. Data parallelism needs 682 GB per GPU. ZeRO 3 alone fits only if every forward
-# is computed twice, and so does a pipeline alone. Tensor parallelism over all sixteen leaves the host. The best of them
+# tokens. No single axis places it well. Data parallelism needs 682 GB per GPU. ZeRO 3 alone, or a pipeline alone, fits
+# only if every forward is computed a second time. Tensor parallelism over all sixteen leaves the host. The best of them
 # takes 31.1 s a step. All three axes together, 2 x 4 x 2, take 26.4 s and repeat nothing but attention's scores. Large
 # models are trained this way (Narayanan et al. 2021, arXiv 2104.04473). At the end of this chapter you can say which
 # rank does what, which bytes it sends to whom, and what it costs if the axes lie on the wrong wires.
@@ -103,7 +103,7 @@ assert coordinates(5, sizes) == {"pp": 0, "dp": 1, "cp": 0, "tp": 1}
 assert [row for axis in AXES for row in rows(axis, sizes) if 5 in row] == [[4, 5, 6, 7], [1, 5], [5, 13]]
 
 # %% [markdown]
-# Compare with the picture. Rank 5 has the coordinates pp 0, dp 1, tp 1.
+# Rank 5 of the picture has the coordinates pp 0, dp 1, tp 1.
 # Its rows are 4, 5, 6, 7 along tp, 1, 5 along dp, and 5, 13 along pp. Neighbours along tp are 1 apart, along dp
 # $t = 4$, along pp $t d = 8$. These distances are the *strides* of the axes.
 #
@@ -266,9 +266,9 @@ say(f"{MINE} --zero-stage 3\n{verdict.line}")
 #
 # *Core, 4 minutes.*
 #
-# A loss is an abstract proof. Let the model write. It reads one sentence over and over, 100 steps, once on one device
-# and once on the eight ranks. Each run saves a checkpoint, and each model continues the word "The", with the likeliest
-# letter at each place. Before training it repeats one letter.
+# Let the model write. It reads one sentence over and over, 100 steps, once on one device and once on the eight ranks.
+# Each run saves a checkpoint, and each model continues the word "The", with the likeliest letter at each place. Before
+# training it repeats one letter.
 
 # %%
 from minipar.comm import chunk_bounds, serial
@@ -379,7 +379,7 @@ if rank == 0:
 
 # %% [markdown]
 # A pipeline rank sends each activation to *one* other rank, the one with its own dp and tp coordinates. (The picture
-# counts in KiB, 1024 bytes: rank 0's 147,472 bytes over tp are 144 KiB.)
+# counts in KiB, 1024 bytes: 147,472 bytes are 144 KiB.)
 #
 # ## 9.5 Why tp is innermost
 #
@@ -458,7 +458,7 @@ if rank == 0:
 #
 # So rank numbers run tp, dp, pp from the inside out, and $t$ should divide the ranks of a host. Megatron has the same
 # order. It is no law: with more microbatches tp and pp send more and dp does not; with ZeRO 3 dp may send more than tp
-# (9.4's table). Count first.
+# (9.4's table).
 #
 # ### Where the time goes
 #
@@ -476,12 +476,31 @@ if rank == 0:
 # Below a rank's computation is one row for each kind of communication: the sums over tp, dp and pp, and pp's messages
 # ("pp p2p"). Ranks 0 and 1 are a tp pair of the first stage, 4 and 5 one of the second. A pair works in step: after
 # each pair of products comes a sum that both wait for. On the left the sums over tp are hairlines. On the right they
-# fill their row, and every F and B is longer by them. The messages of pp, solid grey, are long on the left and too
-# short to see on the right; where the row is hatched, a rank waits for a message that is not sent yet.
+# fill their row, and every F and B is longer by them. The messages of pp, solid grey, are long on the left and hardly
+# more than ticks on the right; where the row is hatched, a rank waits for a message that is not sent yet.
 #
 # The order of actions is the same in both halves: 1F1B. After its last backward each stage sums its gradients over dp.
 # The second stage is done first, and then waits for the norm, which needs every stage. The last piece on the left is
 # the new embedding on its way to the last stage, over the slow link.
+#
+# **All messages of a step**, in the order in which minipar sends them (9.4 has their bytes):
+#
+# | what | over | how often | hidden behind |
+# | --- | --- | --- | --- |
+# | ZeRO 3: a block's parameters | dp | per microbatch, forward and backward | the block before, if fetched ahead |
+# | sums inside blocks, forward | tp | two per layer and microbatch | nothing |
+# | an activation, its gradient | pp | per microbatch and cut | other microbatches, but for filling and draining |
+# | sums inside blocks, backward | tp | two per layer and microbatch | gradients of weights |
+# | gradients | dp | once, bucket by bucket | the last microbatch's backward, but for the last bucket |
+# | the tied embedding's gradient | pp | once, last stage to first | the first stage's last backward |
+# | the loss | pp, dp | once | nothing: one value |
+# | squares for the norm | pp, tp; dp with ZeRO | once | nothing: all ranks wait for all |
+# | ZeRO 1, 2: new parameters | dp | once | nothing here; in Megatron the next forward (chapter 5) |
+# | the new embedding | pp | once, first stage to last | nothing |
+#
+# **What is random, by axis.** Weights are drawn for the serial model, with one seed on all ranks, and each keeps its
+# part. Samples differ along dp, and are the same along tp and pp. Dropout's masks differ with the sample, so along dp;
+# along tp they are one mask where the activation is whole, and parts of one mask where it is cut (6.8).
 #
 # **On several hosts** nothing in the program changes; a launcher starts the ranks: `mpirun --hosts node1,node2 --ppn 4
 # -n 8 python -m minipar.train --dp 2 --tp 4` (MPICH), `--host node1:4,node2:4` (Open MPI), or `srun --nodes 2
@@ -736,7 +755,8 @@ if rank == 0:
 # has no `--verify`. What can be compared there is a *record*: for each step the loss, the norm of the gradient, and of
 # each parameter's gradient and update a norm and a projection on a fixed random direction. If one run's gradient is
 # $r$ times the other's, the norm is $|r|$ times and the projection $r$ times as large; if it is another gradient, no
-# $r$ fits. Two more mistakes, for the comparison alone; docs/museum.md has their like from real frameworks:
+# $r$ fits. Two more mistakes, for the comparison alone; the [museum](../docs/museum.md), a collection of published
+# mistakes, has their like:
 #
 # 5. **A factor too many.** The gradients are already those of the global mean. Somebody believes that each rank divided
 # by its own tokens only, and multiplies by $d$.
@@ -747,11 +767,12 @@ if rank == 0:
 # By how much is the loss off after 50 steps, with gradients twice too large?
 
 # %%
+predict("largest relative error of the loss", ...)
+
+# %%
 from tempfile import TemporaryDirectory
 
 from minipar.compare.differences import as_text, compare
-
-predict("largest relative error of the loss", ...)
 
 
 class TimesDP(Trainer):
@@ -812,6 +833,8 @@ with TemporaryDirectory() as records:
 #
 # *Deeper, 5 minutes.*
 #
+# DCP is `torch.distributed.checkpoint`, and the schedules are in `torch.distributed.pipelining`.
+#
 # | here | PyTorch | Megatron-LM |
 # | --- | --- | --- |
 # | `DeviceMesh(comm, dp=2, tp=4, pp=2)` | `init_device_mesh(...)` | `initialize_model_parallel(...)` |
@@ -829,8 +852,7 @@ with TemporaryDirectory() as records:
 # | a piece: cut, start, stop | a chunk: offsets and sizes in each dim | `ShardedTensor`: `global_offset` |
 #
 # The mesh of 9.1 is `init_device_mesh("cuda", (2, 2, 4), mesh_dim_names=("pp", "dp", "tp"))` in PyTorch, and in
-# Megatron-LM `--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2` on 16 GPUs. DCP is
-# `torch.distributed.checkpoint`, and the schedules are in `torch.distributed.pipelining`. DeepSpeed chooses a ZeRO
+# Megatron-LM `--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2` on 16 GPUs. DeepSpeed chooses a ZeRO
 # stage with `"zero_optimization": {"stage": 3}`.
 #
 # DCP names a piece by a box in the whole tensor; here a piece is a range of a flattened part, because ZeRO's chunks are
@@ -1063,6 +1085,12 @@ if rank == 0:
 # gather it, each orthogonalizes the whole, and each keeps its own part of the result. For 16-bit gathers the paper
 # counts at most 1.25 times AdamW's bytes. `torch.optim.Muon` is one device's update, with which `make reference`
 # compares these cells.
+#
+# **What does it compute?** For a matrix of $n \times m$ with $n \le m$ (a tall one is transposed) the five steps take
+# $20 n^2 m + 10 n^3$ operations, beside the $6nmN$ of training with $N$ tokens per step: at most $5n/N$ of them, half a
+# percent for $n = 4096$ and four million tokens. Owners share this. In Moonshot's way it is repeated: of $M$ equal
+# matrices a rank has parts of about $M/d + 1$, and orthogonalizes each of them, where owners have $M/d$. With far more
+# ranks than matrices most ranks repeat what others do.
 
 # %% tags=["active-ipynb"]
 # %autopx

@@ -49,11 +49,11 @@ if rank == 0:
 
 # %% [markdown]
 # The left half counts the layouts that are left after each of three tests. **Memory** says what is possible at all.
-# **Bandwidth** says which axis may lie on which wires. The **bubble** says how far a pipeline may grow. Bandwidth
-# keeps layouts that wait for messages at most 10 % of a step, and the bubble those that also idle at most 10 %. The
-# right half shows what a step is spent on in three of the layouts: one that loses at the second test, one that loses at
-# the third, and the fastest of all. Sections 10.2 to 10.4 take one test each, write its formula on plain values, and
-# compare it with the library's planner.
+# **Bandwidth** says which axis may lie on which wires. The **bubble** says how far a pipeline may grow. Bandwidth keeps
+# layouts that wait for messages at most 10 % of a step, and the bubble those that also idle at most 10 %. The right
+# half shows what a step is spent on in three of the layouts: one that loses at the second test, one that loses at the
+# third, and the fastest of all that fit. Sections 10.2 to 10.4 take one test each, write its formula on plain values,
+# and compare it with the library's planner.
 #
 # Of the strategies of this course a planner places these:
 
@@ -130,9 +130,9 @@ assert abs(mfu - 0.514) < 0.003 and abs(slower_mfu - 0.39) < 0.003 and abs(hfu -
 # how fast the model trains.
 #
 # But reports count a model's operations in more than one way. Some take $6\Psi$ alone; some add attention's core, for
-# all pairs of tokens or for the half that a causal model sees; some add what is recomputed and still say MFU. MPT's 7B
-# (llm-foundry's benchmarks) ran on eight H100s with samples of 2,048 and of 65,536 tokens, the latter with every layer
-# recomputed, at 85,144 and 15,654 tokens per second:
+# all pairs of tokens or for the half that a causal model sees; some add what is recomputed and still say MFU. MPT-7B,
+# a GPT of MosaicML, ran on eight H100s with samples of 2,048 and of 65,536 tokens, the latter with every layer
+# recomputed, at 85,144 and 15,654 tokens per second (llm-foundry's benchmarks):
 
 # %%
 Psi_MPT, L, h, V = 6_650_470_400, 32, 4096, 50368  # without positions
@@ -156,7 +156,11 @@ assert abs(shares[2048][1] - 46.44) < 0.01 and abs(shares[65_536][1] - 28.59) < 
 assert abs(shares[65_536][3] - 38.13) < 0.01  # HFU
 
 # %% [markdown]
-# One run is at 8, 18, 29 or 38 %. Ask which one, before you compare two reports. The planner prints all four.
+# One run is at 8, 18, 29 or 38 %. Ask which one, before you compare two reports. The planner prints all four. Two
+# more things differ. **Which N**: ours has positions, and the embedding, whose matrix is the head's too. Looking up a
+# token multiplies nothing, so a second matrix for that does not belong into $6N$. For GPT-2 (124 million) N with or
+# without embedding differs by 31 %. **Which peak**: an H100's 989 TFLOP/s are for dense products. Its data sheet
+# prints twice as many, for products with half of their values zero, and with that peak every share is half as large.
 #
 # ## 10.2 Memory first
 #
@@ -181,7 +185,7 @@ assert abs(shares[65_536][3] - 38.13) < 0.01  # HFU
 # $p$ microbatches of $L/p$ layers are as much as one of all $L$: **a pipeline divides the state, not the activations**.
 #
 # **[Exercise 13](exercises/e13_planner_memory.py)** asks you for this formula. Write it before you open the next cell:
-# `make exercises PYTEST="-k e13"`. The cell has thirty lines, and compares them with the planner.
+# `make exercises PYTEST="-k e13"`. The cell has it in some twenty lines, and compares them with the planner.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 from fractions import Fraction
@@ -232,7 +236,7 @@ say(f"{compared:,} layouts: each of the four parts == the planner's, to the byte
 
 # %% [markdown]
 # The library adds a fifth part: `buffers`, which exist for a moment, such as the logits, a layer that is recomputed, a
-# unit that ZeRO-3 has gathered. What each means makes of one sequence of GPT-3:
+# unit that ZeRO-3 has gathered. The activations of one GPT-3 sequence, with each way of saving memory:
 
 # %%
 from dataclasses import replace
@@ -323,14 +327,12 @@ assert middle["tp 8 x pp 8, GPipe"].total > middle["1F1B"].total > ROOM > middle
 #
 # - **tp**: an all-reduce of $2BTh$ bytes after attention and after the MLP, forward and backward: four per layer and
 #   microbatch, six with full recompute.
-#
 # - **pp**: $2BTh$ bytes to the next stage and as many back, per microbatch and stage of the rank; each tp rank sends
 #   its $1/t$.
-#
 # - **dp**: an all-reduce of the gradients, $2\Psi'$ bytes for $\Psi'$ parameters of the rank, once per step. ZeRO-1
 #   sends the same as a reduce-scatter of gradients and a gather of parameters. ZeRO-2 reduces with every microbatch;
-#   ZeRO-3 also gathers twice with every microbatch. So the planner assumes for Megatron with DeepSpeed's ZeRO.
-#   minipar's trainer in a pipeline reduces once per step and keeps whole gradients for it (7.7); 5.9 compares the two.
+#   ZeRO-3 also gathers twice with every microbatch. The planner assumes this, as Megatron with DeepSpeed's ZeRO does
+#   it. minipar's trainer in a pipeline reduces once per step and keeps whole gradients for it (7.7; 5.9 compares both).
 
 
 # %%
@@ -389,7 +391,7 @@ NVLINK, NETWORK = (S_beta / S["a100"] for S_beta in balance["a100"])  # beta
 assert [round(x) for x in balance["a100"] + balance["h100"]] == [975, 11700, 1621, 14588]
 
 # %% [markdown]
-# From the A100 to the H100 products became 2.5 times as fast, NVLink 1.5 times, the network twice. The gap widens.
+# From the A100 to the H100 products became 2.5 times as fast, NVLink 1.5 times, the network twice.
 #
 # Now compare what each axis sends with what it computes, for a GPT layer and $BT$ tokens, without attention's core.
 #
@@ -615,13 +617,16 @@ if rank == 0:
     show(figures.plot_families(drawn), "10_families")
 
 # %% [markdown]
-# - **64 GPUs**: neither gather nor bubble matters; memory does. ZeRO-3 alone holds the activations of whole sequences
-#   and pays for full recompute. tp x pp cuts them, and wins.
+# - **64 GPUs**: memory decides. ZeRO-3 alone or with tp 2 holds so many activations that it must recompute all of
+#   forward, a quarter more computation than with selective recompute. tp 8 with ZeRO-3 need not, but its gathers come
+#   with each of 64 microbatches and cost nearly as much. tp x pp cuts activations *and* state, gathers nothing, and has
+#   512 microbatches, so that its bubble is small: it wins.
 # - **256 to 2048**: $g\nu$ is above $S\beta$ = 11,700, so the gathers hide. With tp 2 the activations fit with
 #   selective recompute, and ZeRO-3 with this smallest $t$ is the fastest of the four. Alone it ends at 2048 GPUs, where
 #   a GPU has less than one sequence.
-# - **4096**: $g\nu$ = 8,192. The exposed gathers take 0.43 of the computing time, and the pipeline's bubble 7/16: by
-#   the inequality almost a tie. The planner decides for the pipeline, because hidden communication is not free.
+# - **4096**: $g\nu$ = 8,192. By the formulas the exposed gathers take 0.43 of the computing time, and the pipeline's
+#   bubble 7/16 = 0.44: almost a tie. The planner adds the latencies of the gathers and what hidden communication costs
+#   the computation, so that they take 0.76 of it. The pipeline has little of either, and is clearly faster.
 #
 # ### The third wire: a GPU's own memory
 #
@@ -733,7 +738,8 @@ if rank == 0:
 
 # %% [markdown]
 # The first picture shows what the steps on A100s are spent on. (MFU is 57 % where practically all is computation:
-# products get 75 % of the peak, and elementwise kernels carry the activations through memory.)
+# products at 75 % of the peak, and elementwise kernels.) In the second, the dashed lines are clusters whose GPUs are
+# each as fast as in the smallest.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 assert min(SHORT, key=lambda name: mfu[name, "a100", 4096] / mfu[name, "a100", 256]) == SMALL
@@ -765,8 +771,8 @@ say(f"7.5B on 4096 A100s: {shown[1]:.1%}, without latencies {without:.1%}; with 
 #
 # *Core, 10 minutes.*
 #
-# A planner prints a table, whether it is right or not. So far it agrees with formulas, and a formula cannot say what it
-# has forgotten. A run can. minipar trains on a clock of our choice, so we compare twice.
+# So far the planner agrees with formulas, and a formula cannot say what it has forgotten. A run can. minipar trains on
+# a clock of our choice, so we compare twice.
 #
 # **On the clock `model`** a training step is real: ranks compute all products, send all messages, update all
 # parameters. Only the time is modelled. The clock moves by operations / $S$ with each product and by $\alpha + n\beta$
@@ -816,10 +822,11 @@ if rank == 0:
     show(figures.plot_points(runs.panels(modelled, rows), 0.2), "10_agreement")
 
 # %% [markdown]
-# The band is 20 % wide on each side. **Left**: the planner has never seen the program run, and agrees with it to
-# rounding, with one exception: pipelines of which only some hops leave a host. It takes the slower link for all of
-# them, and is 2 or 3 % too high. It can be so exact because it is an *abstraction* of the program: it walks through the
-# same lists of actions as the executor, and its rings are chapter 3's, message by message. It leaves out the values.
+# The band is 20 % wide on each side. **Left**: the planner has never seen the program run, and agrees with it to some
+# hundredths of a percent, with one exception: pipelines of which only some hops leave a host. It takes the slower link
+# for all of them, and is 2 or 3 % too high. It can be so exact because it is an *abstraction* of the program: it walks
+# through the same lists of actions as the executor, and its rings are chapter 3's, message by message. It leaves out
+# the values.
 #
 # **Right**: memory is asserted to 15 %. **Middle**: time is not asserted, because it belongs to the machine and the
 # moment. The cell's first line says how busy the machine was, its last one how far the predictions are off in *this*
@@ -840,7 +847,7 @@ if rank == 0:
 #
 # Nothing above has tested the constants of a *GPU*. Only measured runs on GPUs can, and
 # [docs/planning.md](../docs/planning.md#how-good-the-predictions-are) compares the planner with those that were
-# printed, and with a thousand runs of nanotron. Three lessons:
+# printed, and with a thousand runs of nanotron, Hugging Face's training library. Three lessons:
 #
 # - **Know the program.** Whether a rank waits for a message between stages, whether collectives between hosts use all
 #   network cards, what hides behind what: these habits are data too, a `Framework`, and the planner has one for each
@@ -869,10 +876,11 @@ if rank == 0:
 # | `forward_traffic`, `backward_traffic` | how often elementwise kernels move each byte that is kept |
 # | `update_traffic` | bytes that the optimizer moves for each parameter |
 # | `alpha_inside`, `alpha_between` | seconds of a message inside a host and between hosts |
-# | `contention` | what a hidden second of communication costs the computation |
-# | `cards`, `all_reduce` | a further share of `links`; reduce-scatters that make an all-reduce |
+# | `contention` | seconds that computation loses for each second of communication behind it |
+# | `cards` | of `links`, what network cards leave between hosts |
+# | `all_reduce` | reduce-scatters that take as long as an all-reduce |
 #
-# What moves nothing by 0.05 % is not drawn.
+# What moves neither time by 0.05 %, and changes no layout, is not drawn.
 #
 # **Predict** the longest bar.
 
@@ -913,9 +921,9 @@ assert all(sorted(each, key=each.get)[:-3:-1] == ["products", "copies"] for each
 # which you can measure on one host. What communication costs comes after that, because the search has chosen layouts in
 # which it hardly matters.
 #
-# The *choice* depends less on them than the time, because an error in a constant changes all layouts. A star says that
-# another layout has become the best. Where the old one still fits, it takes less than 2 % longer: the best few layouts
-# are nearly tied. So measure the first five of a planner's list, not its first one.
+# The *choice* depends less on them than the time, because an error in a constant changes all layouts. A star, which may
+# stand beside a bar too short to see, says that another layout has become the best. Where the old one still fits, it
+# takes less than 2 % longer: the best few layouts are nearly tied. So measure the first five of a planner's list.
 #
 # ### How something is done weighs more
 #
@@ -978,7 +986,7 @@ for program, choice in zip(sensitivity.PROGRAMS, ("tp 8", "ZeRO-3", "tp 1"), str
 # 1. **In flight, forgotten**: a pipeline rank keeps one microbatch.
 # 2. **Activations divided by dp**, as ZeRO divides state.
 # 3. **ZeRO-3's gathers, once**: parameters travel once per step, not with each microbatch.
-# 4. **Recomputation counted as useful**: MFU from all operations that were done.
+# 4. **Recomputation counted as useful**: MFU as if each layer's forward were needed twice, whatever is recomputed.
 # 5. **Bits and bytes**: the network card of 200 Gb/s taken as 200 GB/s.
 #
 # **Predict** which instrument notices which mistake, if any does:
@@ -1018,7 +1026,7 @@ assert too_full == [True, True, False, False, False]
 # recommend layouts that do not fit: the run ends with an out-of-memory error in its first step. Each instrument is
 # blind to the other mistake: the formula for one layer is right under mistake 1, and the lists know nothing of dp.
 # **3** changes no choice here, only the bytes in a table, and a run of two ranks and a second settles it. **4** chooses
-# well, because the choice is by seconds, and claims too much.
+# well, because the choice is by seconds, and claims a third too much, though this layout recomputes scores only.
 #
 # **5** is noticed by *nothing*. The published layouts were chosen by people who knew their network, so that it hardly
 # mattered. A model is only tested where its errors would show. To test the network, plan what depends on it: small
@@ -1048,13 +1056,10 @@ assert too_full == [True, True, False, False, False]
 # 1. **Memory.** From which $d$ on does a model of $h$ = 5120, $L$ = 40, $a$ = 40, $V$ = 51200, $T$ = 2048 fit into 0.92
 # of 80 GB with data parallelism and ZeRO-1 alone, one sequence in a microbatch and selective recompute? (Leave the
 # buffers out.)
-#
 # 2. **Bandwidth.** An H100 cluster, tp 8: how many tokens must a microbatch of a replica have for its gradients to hide
 # between hosts, and what is tp's price in forward for $h$ = 8192 inside a host? (Without latencies.)
-#
 # 3. **Bubble.** 16 stages, 1024 sequences in the batch, $B$ = 1. From how many replicas (a power of two) on is more
 # than a tenth of the time bubble with 1F1B? And with $v = 4$?
-#
 # 4. **ZeRO-3 or tp x pp?** 70B on 2048 H100s, eight per host, sequences of 4096. Which size of the global batch (in
 # tokens) do ZeRO-3's gathers need to hide? And with half of that, is the pipeline's bubble smaller than what is
 # exposed?
@@ -1064,9 +1069,7 @@ assert too_full == [True, True, False, False, False]
 # 1. A GPU like the H100 with twice the network (`--gpu` takes a JSON file: `{"like": "h100", "between": 100e9}`), or
 # with twice the memory (`{"like": "h100", "memory": 160e9}`). For which of the three models would you buy which, on
 # 4096 GPUs? Predict, then ask `python -m minipar.plan`.
-#
 # 2. Write an instrument that notices mistake 5, bits and bytes.
-#
 # 3. You have as many GPU hours as last time, and twice as many tokens to train on. How large a model can you train?
 #
 # ## 10.12 Answers
@@ -1077,23 +1080,18 @@ assert too_full == [True, True, False, False, False]
 #
 # 1. $\Psi$ = 12,858,214,400. Parameters and gradients take $4\Psi$ = 51.4 GB, activations $34 \cdot 2048 \cdot 5120
 # \cdot 40$ = 14.3 GB. Of 73.6 GB 7.9 remain for $12\Psi/d$: $d \ge$ **20** (73.4 GB; $d$ = 19 needs 73.8).
-#
 # 2. $S\beta$ = **14,588** tokens, eight sequences of 2048 (seven are 14,336). Price of tp 8: $7 \cdot 1621 / (3 \cdot
 # 8192)$ = **46 %** of forward.
-#
 # 3. $15/(m + 15) > 1/10$ means $m < 135$: $d$ = **8** ($m$ = 128, 0.105). With $v = 4$, $3.75/(m + 3.75) > 1/10$ means
 # $m < 33.75$: $d$ = **32**.
-#
 # 4. $g\nu \ge S\beta$ means $\nu \ge 1823$, for 2048 GPUs **3.73 million tokens**. With half of that the exposed
 # gathers take $2 - 1$ = 1 of the computing time, the bubble $T/(g\nu) = 4096/7294$ = 0.56: **tp x pp**.
 #
 # Of "For you":
 #
 # 1. Memory for the 70B, which then needs no recompute. The network brings the 7.5B little: what it lacks is latency's.
-#
 # 2. Compare $1/\beta$ with what nccl-tests measure. Or predict what depends on the network, such as the rows of ZeRO-3
 # in docs/planning.md.
-#
 # 3. $6\Psi$ times twice the tokens is as much as before for half the parameters.
 #
 # </details>

@@ -469,12 +469,13 @@ say(f"each rank sent {sent:,} bytes = (6c - 4) u h_kv values of 8 bytes")
 #
 # $$\text{efficiency} = \frac{\text{all scores}}{c \cdot \sum_{\text{steps}} \max_r (\text{scores of rank } r)} .$$
 #
-# **Predict**: what is the efficiency of the contiguous ring on 8 ranks, for long sequences?
+# For 8 ranks the first page has given it: 53 % in contiguous order. **Predict**: what is it on 2 ranks, for long
+# sequences? More, or less?
 
 # %%
 from chapters.support.predict import predict, reveal
 
-predict("efficiency of the contiguous ring", ...)  # replace the dots by your answer
+predict("efficiency of the contiguous ring on 2 ranks", ...)  # replace the dots by your answer
 
 
 # %%
@@ -503,7 +504,8 @@ for ranks in (1, 2, 3, 4, 8):
         assert efficiency(contiguous) == Fraction(ranks * u + 1, (2 * ranks - 1) * u + 1)
         assert efficiency(zig_zag) == 1 and len(set(zig_zag.sum(axis=0))) == 1
     say(f"c = {ranks}: contiguous {float(efficiency(contiguous)):.3f}, zig-zag {efficiency(zig_zag)}")
-reveal("efficiency of the contiguous ring", round(float(efficiency(contiguous)), 3), say)  # the last one: 8 ranks
+on_two = float(efficiency(scores_per_step(2, 64, "contiguous")))
+reveal("efficiency of the contiguous ring on 2 ranks", round(on_two, 3), say)
 if rank == 0:
     work = {order: scores_per_step(4, 64, order) for order in ("contiguous", "zigzag")}
     show(figures.plot_balance({order: [held(r, 4, order) for r in range(4)] for order in work}, work), "11_balance")
@@ -540,7 +542,7 @@ if rank == 0:
 #
 # One such mask is that of *packed documents*: several short ones fill a sample, and a token sees its own document only.
 # The scores are then a triangle for each document, and zig-zag is no longer even. Megatron-LM therefore cuts *each
-# document* into $2c$ chunks. minipar has no such mask: its tokens see the documents before their own, too.
+# document* into $2c$ chunks, and so does minipar: 11.13 has the mask, the cut and the loss.
 
 
 # %%
@@ -960,10 +962,11 @@ if rank == 0:
 #
 # *Deeper, 6 minutes.*
 #
-# Texts are of all lengths, and samples of one: a sample is filled with documents, one after another. May a token see
-# the document before its own? It was trained on that for years. Where it may not, two things change. Positions restart
-# at 0, and the mask is cut at each boundary. One array, the *position ids*, says both: a document begins where they are
-# 0. One could mask scores, and skip what is masked. It is plainer to attend in each document by itself:
+# Documents have different lengths, but all samples have the same one, so a sample is filled with several documents. For
+# years models were trained so that a token saw the documents before its own. Where it may not, two things change.
+# Positions restart at 0, and the mask is cut at each boundary. One array, the *position ids*, says both: a document
+# begins where they are 0. One could mask scores, and skip what is masked. It is plainer to attend in each document by
+# itself:
 
 # %%
 lengths = (20, 3, 25)
@@ -994,9 +997,16 @@ seen = position_ids + 1  # the keys that each token sees
 say(f"scores: {seen.sum()} of {48 * 49 // 2} without boundaries")
 
 # %% [markdown]
-# Over ranks a rank's queries see nothing of most blocks, and zig-zag over the whole sample (11.6) is no longer even:
-# late tokens of a sample may be early ones of a document. So deal out each document by itself. What does not divide by
-# $2c$ is taken from its beginning, where tokens see few others, and dealt out one by one, to and fro:
+# **The loss at a boundary.** The target of a document's last token would be the first token of another document, which
+# nothing predicts. minipar ignores it, and does not count it: the mean is over the targets that are left on all ranks
+# of dp and cp together, whose number differs from step to step. (Megatron-LM's `--eod-mask-loss` does this too; without
+# it the boundary is trained like any other token.)
+#
+# **The work.** A document of $n$ tokens has $n(n+1)/2$ scores, so 48 tokens in one document are 1,176 scores and in
+# three of 16 tokens 408. Ranks with equally many tokens need not have equal work: over ranks a rank's queries see
+# nothing of most blocks, and zig-zag over the whole sample (11.6) is no longer even, as late tokens of a sample may be
+# early ones of a document. So deal out each document by itself. What does not divide by $2c$ is taken from its
+# beginning, where tokens see few others, and dealt out one by one, to and fro:
 
 
 # %%
@@ -1020,6 +1030,8 @@ for name, owner in (("zig-zag over the sample", deal([48], 4)), ("in each docume
 # one device's speed is published for zig-zag in documents and 58.1 % for an all-gather, on 8 H800; that counts messages
 # and small kernels.) In the library: `with mp.packed(position_ids):`, or `--pack ID`, where token ID ends a document.
 # [The museum](../docs/museum.md) has what happens if cp forgets the boundaries (exhibit 31): the loss does not show it.
+# The norm does, beside a right run. Without one take the probe above: change a token of the first document, and look
+# for outputs that move in another.
 #
 # ## 11.14 Problems
 #

@@ -48,12 +48,13 @@ if rank == 0:
     from chapters.support.ch13 import figures
     from chapters.support.show import show, show_source
 
-    show(figures.plot_weight(curves, 2**-8), "13_weight")
+    show(figures.plot_weight(curves, 2**-9, 2**-8), "13_weight")
 
 # %% [markdown]
 # The weight is 1, and each step adds $2^{-9}$ to it. In bf16 it never moves. The grey band ends halfway between 1 and
-# the next bf16 value: what lands in it is rounded back to 1. An fp32 copy of the weight, the *master*, collects the
-# updates, and the bf16 weight is rounded from it. That is the array that was left out.
+# the next bf16 values, of which the lower one is nearer: what lands in it is rounded back to 1. An fp32 copy of the
+# weight, the *master*, collects the updates, and the bf16 weight is rounded from it. That is the array that was left
+# out.
 #
 # Training in 2 bytes works because a few values are *not* kept in 2 bytes. Most of its bugs are one of three:
 #
@@ -185,7 +186,7 @@ assert np.abs(np.array(curves["bf16, with an fp32 master"]) - curves["exact"]).m
 # %% [markdown]
 # ### AdamW with masters
 #
-# Here is the whole optimizer step. Of its five arrays, `weight` alone has 2 bytes (and the gradient it is given):
+# Here is the whole optimizer step. Of its five arrays `weight` has 2 bytes, and so may have the gradient it is given:
 
 
 # %%
@@ -255,7 +256,7 @@ for _ in range(steps):
     curves["bf16, rounded by chance"].append(float(weight[0]))
 say(f"1 + {2**-9:.6f}, rounded {many.size:,} times: the mean is 1 + {mean - 1:.6f} by chance, 1 to the nearest")
 if rank == 0:
-    show(figures.plot_weight(curves, 2**-8), "13_chance")
+    show(figures.plot_weight(curves, 2**-9, 2**-8), "13_chance")
 
 # %% [markdown]
 # Stochastic rounding saves 4 bytes per parameter and is used where
@@ -342,8 +343,11 @@ say(f"gradients in fp32, sums in bf16: up to {20 * trainer.size:,} bytes = 20 Ps
 # The weights' gradients are sums over tokens; the *activations'* gradients, of which they are made, are not.
 #
 # The remedy is one multiplication: **scale the loss**. If the loss is $2^{16}$ times as large, so is each gradient of
-# the backward pass, by the chain rule. The optimizer divides by the scale, in fp32. A power of two changes no mantissa.
-# How large? We compute one gradient of a small GPT (512 tokens) with each scale, and compare it with that in fp32:
+# the backward pass, by the chain rule. After the last microbatch the trainer divides the gradients by the scale, in
+# fp32, **before it clips**: a norm of scaled gradients is $2^{16}$ times too large, so that every step would be clipped
+# to nearly nothing. (In PyTorch `scaler.unscale_(optimizer)` comes before `clip_grad_norm_`.) A power of two changes no
+# mantissa. How large? We compute one gradient of a small GPT (512 tokens) with each scale, and compare it with that in
+# fp32:
 
 # %%
 from chapters.support.share_work import shared
@@ -382,8 +386,8 @@ if rank == 0:
 # it before you open the cell after the next one: `make exercises PYTEST="-k e19"`.
 #
 # The problem on plain arrays: weights `whole` shall become `targets`. Weight $i$ has the gradient `slopes[i]` times its
-# distance, and the slopes lie between $2^{-34}$ and 1. The last weight is special. Only the last rank wants anything of
-# it, and wants so much that its gradient is too large for the first scale.
+# distance, and the slopes lie between $2^{-34}$ and 1. The last weight is special: only the last rank has a gradient
+# for it, and that one overflows fp16 at the first scale.
 
 # %%
 from minipar.comm import chunk_bounds
@@ -607,9 +611,11 @@ if rank == 0:
 #
 # Be careful with the other direction: that a run trains well with bf16 sums on 4 ranks (13.8) proves nothing about 512.
 #
-# (In the picture of 13.5 the error of the nearly equal terms is smaller at $p = 512$ than at 384, by accident. From
-# $2^8$ on an ulp is 2, and a term of 1.1 is rounded up to it, so that the sum is too large, by a fifth at $p = 384$.
-# Later the sum stands still and becomes too small, and at 512 the two mistakes happen to cancel.)
+# **In fp16, divide before the sum or after it?** A sum of $p$ gradients can be $p$ times as large as one, and end above
+# 65,504. If each rank divides by $p$ first, small gradients fall below $2^{-24}$ and vanish. PyTorch's `fully_shard`
+# divides by about $\sqrt p$ before the sum and by the rest after it, if the sum is fp16. In the library the question
+# does not arise: the loss is divided by the global count of tokens, and sums are fp32 unless `--reduce-dtype` says
+# otherwise. bf16 has the range of fp32, so there neither order overflows or vanishes.
 #
 # ## 13.7 Where the library rounds
 #
@@ -617,18 +623,24 @@ if rank == 0:
 #
 # "Trained in bf16" says little; which values are rounded? In the library an operation with inputs of 2 bytes gets fp32
 # arrays. What it returns, and what forward saves for backward, is rounded. So a matrix product adds up in fp32 and
-# rounds once, as a GPU's tensor cores do, and so do a softmax and a norm.
+# rounds once, as a GPU's tensor cores (its units for matrix products) do, and so do a softmax and a norm.
 #
 # | value | dtype | why |
 # | --- | --- | --- |
 # | weights and activations, and messages that hold them | bf16 | memory, bytes, products |
 # | inside an operation: products, softmax, norms, the loss | fp32 | sums of many terms |
+# | the residual stream, a sum over $2L$ results | bf16, rounded after each addition | memory; see below |
 # | values of rows that are kept: a log-sum-exp | fp32 | near 5 bf16 errs by up to $2^{-6}$, 1.6 % of each probability |
 # | gradients of activations | bf16 | memory, bytes, products |
 # | gradients of weights, added up over microbatches | fp32, or `--gradients bf16` | a sum (13.3) |
 # | sums over ranks, of dp, cp and tp | fp32, or `--reduce-dtype bf16` | a sum (13.5) |
 # | masters, moments, the update | fp32 | small differences (13.2) |
 # | loss, norm of the gradient | fp32, added up in float64 | sums over everything |
+#
+# Why may the residual stream be rounded, when other sums may not? It has only $2L$ terms, most of which are not small
+# beside the sum, and nothing is added to it again in the next step: an error of $2^{-8}$ per addition stays one of this
+# token in this step. A weight's lost update is lost in every step. Where $L$ is large and the stream grows, results of
+# late layers do lose bits. Megatron-LM has `--fp32-residual-connection` for that, which doubles the stream's bytes.
 #
 # ### One file, and equal bits
 #
@@ -690,10 +702,12 @@ for flags in ("--dtype fp32", "--dtype bf16", "--dtype bf16 --reduce-dtype bf16"
 # $5 \cdot 10^{-4}$ to a tenth of it: in fp32; in bf16; in bf16 *without masters*, where AdamW starts from the rounded
 # weight (its moments are fp32, and it computes in fp32); and in bf16 with gradients and sums in bf16, over 4 ranks.
 #
-# **Predict**: which share of the LayerNorms' weights, which begin at 1, is still 1 after the run without masters?
+# **Predict**: which share of the LayerNorms' weights, which begin at 1, is still 1 after the run without masters? And
+# after the run in bf16 with masters?
 
 # %%
 predict("share of weights of LayerNorms that never moved, without masters", ...)  # a value from 0 to 1
+predict("share that is 1 with masters", ...)
 
 # %%
 if rank == 0:
@@ -709,6 +723,7 @@ final = {name: float(np.mean(losses[-20:])) for name, (losses, _) in trained.ite
 for name, (_, untouched) in trained.items():
     say(f"{name:<24} loss of the last 20 steps {final[name]:.3f}, weights of LayerNorms still 1: {untouched:.0%}")
 reveal("share of weights of LayerNorms that never moved, without masters", trained["bf16 without masters"][1], say)
+reveal("share that is 1 with masters", trained["bf16"][1], say)
 behind = np.subtract(trained["bf16 without masters"][0], trained["fp32"][0])
 assert behind[-20:].mean() > 0.1 and behind[-20:].mean() > 1.5 * behind[100:120].mean()
 assert all(abs(final[name] - final["fp32"]) < 0.02 for name in ("bf16", "bf16 sums over 4 ranks"))
@@ -804,8 +819,9 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 # | 2000 good steps | `--loss-scale-window` | `loss_scale_window` | `growth_interval=2000` |
 # | the run ends below 1 | `--min-loss-scale` | `min_loss_scale` | |
 #
-# The names are alike, the defaults are not always. PyTorch's DDP divides the loss by the tokens of a rank, and by the
-# ranks when it sums. So the gradients of its activations are $d$ times as large as ours (13.4). `torch.autocast` leaves
+# The names are alike, the defaults are not always. With PyTorch's DDP your loss function divides by the tokens of a
+# rank, and DDP divides the gradients by the ranks when it sums them. So the gradients of activations are $d$ times as
+# large as ours (13.4). `torch.autocast` leaves
 # parameters, gradients and optimizer in fp32 (16 bytes), and casts the inputs of products. `--dtype bf16` has bf16
 # weights, and fp32 masters.
 #

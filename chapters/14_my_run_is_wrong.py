@@ -40,10 +40,10 @@ if rank == 0:
     show(figures.plot_drift(drift, layouts.LOOKED_AT, LIMITS), "14_drift")
 
 # %% [markdown]
-# Each band is the difference of the gradient between one device and seventeen right layouts. It begins at the rounding
-# of the precision and grows. A mistake begins above, in the grey zone, in the first step that it touches. The dashed
-# lines are what `minipar.compare` takes for rounding. Here it is, with ten lines of code. Two runs are recorded, one on
-# one device and one on two, and compared:
+# Each band is the difference of the gradient between one device and seventeen right layouts. Its upper edge begins at
+# the rounding of the precision and grows. A mistake begins above, in the grey zone, in the first step that it touches.
+# The dashed lines are what `minipar.compare` takes for rounding. Here it is, with ten lines of code. Two runs are
+# recorded, one on one device and one on two, and compared:
 
 # %%
 from pathlib import Path
@@ -73,9 +73,10 @@ if rank == 0:
 #
 # *Core, 12 minutes.*
 #
-# Six trainings were recorded in float32, each beside one device that is right. Five have a mistake of chapters 4 to 13,
-# which raises no error and prints no warning. **One has none.** The code is in `chapters/support/ch14/patients.py`; do
-# not open it yet. A to F are small models of the same kind. These flags were added to those of one device:
+# Six trainings were recorded in float32, each beside one device that is right. Five have a mistake of the kinds that
+# this course has shown, which raises no error and prints no warning. **One has none.** The code is in
+# `chapters/support/ch14/patients.py`; do not open it yet. C is a Llama that learns a short text by heart, the others
+# are small GPTs. These flags were added to those of one device:
 
 # %%
 seen = patients.recorded()
@@ -88,7 +89,7 @@ if rank == 0:
 
 # %% [markdown]
 # This is what a person sees who plots both curves (C on a logarithmic axis). Above each panel stands the largest
-# difference. In which of the six would you look for a mistake? In which would you not? Decide before you go on.
+# difference. In which of the six would you look for a mistake? Decide before you go on.
 #
 # The second instrument costs nothing either. Every trainer prints the norm of the gradient before clipping:
 
@@ -97,8 +98,9 @@ if rank == 0:
     show(figures.plot_six(narrow, 1, "gradient norm"), "14_norms")
 
 # %% [markdown]
-# The third instrument is `compare`. Here is what it says, with the causes that it names left out. It looks at
-# gradients, then at the loss, then at the norm, then at the updates, and stops at the first step that differs:
+# The third instrument is `compare`. Here is what it says, with the causes that it names left out. It begins with
+# gradients, which name parameters and factors, goes on to the loss, the norm and the updates, and stops at the first
+# step that differs:
 
 # %%
 for name, run in narrow.items():
@@ -172,6 +174,25 @@ if rank == 0:
 # | hangs | each rank's last operation (3.10) | a rank that skips a call (3); sends that block (7) |
 # | differs by rounding, more and more | the same in float64 | nothing is wrong (14.4) |
 #
+# **What hides a mistake.** AdamW hides a factor of the gradient (4.8). So does clipping that acts in every step, with
+# any optimizer: it divides by a norm with the same factor. A tiny learning rate, or the first steps of a warm-up, hide
+# from the *loss* whatever is wrong in backward and update: the weights hardly move, so the losses agree. Gradients
+# before clipping show all this, and `compare` reads them. Where you cannot look at gradients, take one step of plain
+# SGD at an ordinary rate, without clipping or decay. Its update is $-\eta g$, so the weights before and after it show
+# the factor.
+#
+# **A job that hangs**, in PyTorch with NCCL. A collective ends with an error after a timeout, 10 minutes by default.
+# Set `TORCH_NCCL_TRACE_BUFFER_SIZE=2000` and `TORCH_NCCL_DUMP_ON_TIMEOUT=1` beforehand. Then each rank writes its last
+# collectives, with sizes and stacks (the *flight recorder*), and `torchfrtrace` holds them side by side: look for the
+# rank that has not begun what the others wait in, or has begun something else. While a job hangs, `py-spy dump --pid`
+# on every rank shows where it stands. `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares name and shapes on all ranks before
+# each collective, and is slow. Usual causes: a branch that depends on the rank or on its own loss, a loader with fewer
+# batches on one rank, a rank that has crashed.
+#
+# **A digest on each rank.** Every so many steps each rank hashes the bytes of each of its parameters, and the ranks
+# that should hold the same (all of dp; of tp, for what is not cut) gather the hashes and compare. The first step and
+# the first parameter that differ say where to look.
+#
 # Mistakes of one row do not look alike in the loss. Of the 31 mistakes of the museum the loss shows 9, the norm 25,
 # and a comparison of records 29. The other two change no value of the training, and a count of bytes or memory shows
 # them.
@@ -181,11 +202,15 @@ if rank == 0:
 # *Core, 5 minutes.*
 #
 # `compare` also calls the run without a mistake DIFFERENT. Its tolerance is a bound for ordinary runs, and this run is
-# not ordinary. How do we find it among the six? **A mistake does not become smaller when the precision becomes
-# higher.** Rounding does, by the ratio of the two epsilons: $2^{-23} / 2^{-52} = 2^{29} = 5.4 \cdot 10^8$. So all six
-# pairs were recorded once more, with `--dtype float64`. Nothing else was changed.
+# not ordinary. All six pairs were recorded once more, with `--dtype float64`. Nothing else was changed.
 #
-# Predict: what happens to the difference of a run with a mistake, and of the one without?
+# **Predict**: how many times as large is the difference in float32, for a run with a mistake, and for the one without?
+
+# %%
+from chapters.support.predict import predict, reveal
+
+predict("float32 / float64, with a mistake", ...)
+predict("float32 / float64, without", ...)
 
 # %%
 differences = {name: (narrow[name]["largest"], wide[name]["largest"]) for name in narrow}
@@ -194,13 +219,16 @@ for name, (in_float32, in_float64) in differences.items():
 ratio = EPSILON["float32"] / EPSILON["float64"]
 rounding = [name for name, (a, b) in differences.items() if a / b > ratio / 100]
 assert len(rounding) == 1 and all(0.99 < a / b < 1.01 for name, (a, b) in differences.items() if name not in rounding)
+for name, kind in (("A", "with a mistake"), (rounding[0], "without")):
+    reveal(f"float32 / float64, {kind}", differences[name][0] / differences[name][1], say)
 if rank == 0:
     show(figures.plot_judge(differences, ratio), "14_judge")
 
 # %% [markdown]
-# Each point is the largest difference of a gradient in 24 steps. Five runs lie on the diagonal, to two digits. One lies
-# on the dashed line, more than eight powers of ten below. It is the one with the most conspicuous loss curve of the
-# six.
+# **A mistake does not become smaller when the precision becomes higher.** Rounding does, by the ratio of the two
+# epsilons: $2^{-23} / 2^{-52} = 2^{29} = 5.4 \cdot 10^8$. Each point is the largest difference of a gradient in 24
+# steps. Five runs lie on the diagonal. One lies on the dashed line, more than eight powers of ten below: the one with
+# the most conspicuous loss curve.
 #
 # This is the only test here that needs no tolerance. It costs one flag: float64 on a CPU, with a model of toy size and
 # 20 steps. Nobody needs to train the real model twice, because the mistakes of parallelism are in the program and not
@@ -214,12 +242,13 @@ if rank == 0:
 # ### One sum
 #
 # A rounded operation has a relative error of at most $u$, the unit roundoff: half an epsilon, so $2^{-53}$, $2^{-24}$
-# and $2^{-8}$ (chapter 13; for bf16 we call $2^{-8}$ the epsilon, as `compare` does). Two layouts differ in the order
-# of some sums: over the ranks of dp, over the columns of a matrix that is split, over blocks of keys. A sum of $n$
-# terms rounds $n - 1$ times. In the worst case the errors all have one sign, and two orders differ by up to $2 (n-1) u
-# \sum |x_i|$. If their signs are random, they add up like steps of a random walk. Then the difference is about
-# $u \sqrt{n}$ times the size of a partial sum, and a partial sum of random signs has the size of the root of $\sum
-# x_i^2$. We measure it, with the same terms from left to right and from right to left:
+# and $2^{-8}$ (chapter 13). (`compare`, and so this chapter, calls $2^{-8}$ the epsilon of bf16. So bf16 is counted in
+# units of $u$, the other two in units of $2u$.) Two layouts differ in the order of some sums: over the ranks of dp,
+# over the columns of a matrix that is split, over blocks of keys. A sum of $n$ terms rounds $n - 1$ times. In the worst
+# case the errors all have one sign, and two orders differ by up to $2 (n-1) u \sum |x_i|$. If their signs are random,
+# they add up like steps of a random walk. Then the difference is about $u \sqrt{n}$ times the size of a partial sum,
+# and a partial sum of random signs has the size of the root of $\sum x_i^2$. We measure it, with the same terms from
+# left to right and from right to left:
 
 # %%
 import ml_dtypes
@@ -272,8 +301,8 @@ if rank == 0:
 # \qquad\text{and about}\quad \sqrt{\frac{\delta}{\bar g}} \quad (\delta \gg \epsilon).$$
 #
 # With $\bar g = 3 \cdot 10^{-3}$, as in the model below, the first AdamW step makes a relative error 270 times as
-# large. We check the first formula with three sizes of $\delta$. (Of a million elements only three are below
-# $\epsilon$, so do not expect two digits.)
+# large: the *update's* error is 270 times that of the gradient. We check the first formula with three sizes of
+# $\delta$. (Of a million elements only three are below $\epsilon$, so do not expect two digits.)
 
 # %%
 typical, tiny = 3e-3, 1e-8  # a gradient's size, and AdamW's epsilon
@@ -287,6 +316,10 @@ for delta in (1e-12, 1e-11, 1e-10):
     assert 0.5 < found / formula < 2
 
 # %% [markdown]
+# The gradient of step 2 is off by about a tenth of that. (Noise in the first gradient of this model, drawn eight times,
+# came back as 0.07 to 0.12 of the update's error.) The error sits in few elements, those with tiny gradients, and the
+# next gradient as a whole depends little on them. So a gradient's difference grows about 27-fold from step 1 to step 2.
+#
 # From there on training itself acts on the difference. A step multiplies a difference of the weights by $1 - \eta H$,
 # with $H$ the curvature, divided by AdamW's root. Where $\eta H$ is between 0 and 2, the difference does not grow, and
 # new rounding adds up slowly. Elsewhere a difference grows by a factor in each step. A single run does not show this,
@@ -328,11 +361,12 @@ if rank == 0:
 # | step 100: measured | 5e-11 | 3e-2 | 1.7 |
 # | step 100: `compare` takes as equal | 2e-11: too little | 1e-2: too little | 1e-2: too little |
 #
-# In step 1 the gap between what is measured and what is accepted is for larger models, longer sums and other kernels.
-# It costs nothing: mistakes are of the size 1, and the smallest of the museum's that changes the norm changes it by
-# $10^{-3}$. After a hundred steps there is no gap: a right run may fail. So compare the first tens of steps, and begin
-# a long run again from a checkpoint if you suspect its end. In bf16 there is hardly a gap even in step 1. A factor of 2
-# is visible there, a small wrong part of one layer is not. Look for mistakes of the program in float32 or float64.
+# In step 1 `compare` accepts about 300 times what we measured. That leaves room for larger models, longer sums and
+# other kernels. (In bf16 there is hardly any.) It costs nothing: mistakes are of the size 1, and the smallest of the
+# museum's that changes the norm changes it by $10^{-3}$. After a hundred steps there is no gap: a right run may fail.
+# So compare the first tens of steps, and begin a long run again from a checkpoint if you suspect its end. In bf16 a
+# factor of 2 is visible, a small wrong part of one layer is not. Look for mistakes of the program in float32 or
+# float64.
 #
 # ## 14.5 Eighteen layouts, and torchtitan's eighteen
 #
@@ -345,8 +379,8 @@ if rank == 0:
 # each layout other weights. Then eight layouts started from *one checkpoint*. The largest difference is 1.7e-3 in step
 # 1, 0.13 in step 50 and 0.03 in step 100, and the thread judges by eye that this agrees.
 #
-# We do the same with a Llama of eight layers which learns 512 tokens by heart, so that its loss falls as far. Thirteen
-# of the layouts are torchtitan's:
+# We do the same with a Llama of eight layers which learns 512 tokens by heart, so that its loss falls to a small part,
+# as theirs does. Thirteen of the layouts are torchtitan's:
 
 # %%
 TORCHTITAN = {
@@ -401,8 +435,8 @@ if rank == 0:
 # of the batch, in one order. Such layouts must have equal bits (chapters 4, 5 and 7), and a comparison of them needs no
 # tolerance.
 #
-# - One device is not the truth. In bf16 nearly all layouts lie below it from step 60 to step 80, so it is one device
-# that is unusual there. It is one rounding among eighteen.
+# - One device is not the truth. From step 60 to 80 nearly all layouts have a lower bf16 loss than one device. So one
+# device is the outlier: its rounding is no more right than that of the other seventeen.
 #
 # - Three more runs in float64 would have settled the question in the thread.
 #
@@ -458,7 +492,7 @@ say(f"{points} of 6")
 # one parameter of 75, an update, no ratio, and equal gradients. That is an update of AdamW where a gradient is hardly
 # more than rounding. The learning rate of 0.01 amplifies it (14.4), and float64 shows that nothing else is there.
 #
-# - **D** is cause 5 (museum 14). The first step is right in everything. The update of the second is 2.5
+# - **D** is cause 5 (exhibit 14 of the museum). The first step is right in everything. The update of the second is 2.5
 # times too large: with a warm-up of 12 steps, the fifth rate instead of the second, 5/2. A loss that falls *faster*
 # than the right one is no reason to be pleased.
 #
@@ -472,7 +506,7 @@ say(f"{points} of 6")
 # **[Exercise 20](exercises/e20_broken_runs.py)** has three more broken runs, and asks for your diagnosis:
 # `make exercises PYTEST="-k e20"`.
 #
-# A record shows such a group best as a picture. These are B's gradients, with `python -m visualize compare`:
+# These are B's gradients as a picture, with `python -m visualize compare`:
 
 # %%
 if rank == 0:
@@ -570,8 +604,8 @@ elif rank == 0:
 # 3. A part of the program computes in float32: a buffer, a mask, rotary angles, a sum that is sent in float32. An
 # epsilon of float32 is $10^{-7}$. It is a mistake for this test and usually not one for training.
 #
-# 4. None for certain. A and B have this already. E's loss differs by $10^{-4}$ in 24 steps. D and F change the way to
-# the minimum and can come back to it.
+# 4. None for certain. A and B have this already. E's loss differs by less than $10^{-4}$ in 24 steps. D and F change
+# the way to the minimum and can come back to it.
 #
 # 5. The same step with `float64` for weights and sums. If the difference falls to $10^{-12}$, it was rounding. (With
 # one precision only: compare the gradients of all parameters. Rounding touches all of them by a similar amount.)
@@ -582,7 +616,7 @@ elif rank == 0:
 assert round(8**0.5, 2) == 2.83
 assert 10 < in_epsilons("3e-3", "float32")[1] / in_epsilons("3e-3", "float32")[0] < 100
 hidden = np.array(narrow["E"]["run"][0]) / np.array(narrow["E"]["right"][0])
-assert narrow["E"]["step"] == 0 and np.abs(hidden - 1).max() < 1e-3
+assert narrow["E"]["step"] == 0 and np.abs(hidden - 1).max() < 1e-4
 say("the answers hold")
 
 # %% tags=["active-ipynb"]

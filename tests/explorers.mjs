@@ -1,9 +1,10 @@
 // Answer the settings in standard input with the explorers' pure functions; tests/test_explorers.py compares.
 
 import { readFileSync } from "node:fs";
+import { actionText } from "../docs/site/static/actions.js";
 import { COLOURS } from "../docs/site/static/draw.js";
 import { PRECISIONS, modelState } from "../docs/site/static/memory.js";
-import { SCHEDULES, actionText, explore } from "../docs/site/static/schedules.js";
+import { SCHEDULES, explore } from "../docs/site/static/schedules.js";
 import { MODELS, parameters } from "../docs/site/static/models.js";
 import { PLANNED, bubble, closedBubble } from "../docs/site/static/layouts.js";
 import { impossible, memory, volume } from "../docs/site/static/traffic.js";

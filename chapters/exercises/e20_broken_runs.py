@@ -7,7 +7,9 @@ The command
 trains and records three runs in OUT/1, OUT/2 and OUT/3, in half a minute. In each of them `right` is one device, and
 `run` is the run with a mistake: 1 with `--dp 2 --ep 2` (a Mixtral), 2 with `--dp 2 --zero-stage 2`, and 3 with
 `--dp 2 --zero-stage 3`. Look at them with `python -m minipar.compare OUT/1/right OUT/1/run`, and with the losses and
-norms that the command prints. Do not look into the code that breaks them. The causes to choose from:
+norms that the command prints. `compare` may name a likely cause: see whether the losses confirm it. It names the first
+and the last parameter that differ; `--json -` lists all. All runs are in float64. Do not look into the code that breaks
+them. The causes to choose from:
 
  0  nothing: the difference is rounding
  1  the gradient is not divided by the number of microbatches

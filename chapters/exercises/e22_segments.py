@@ -11,7 +11,7 @@ with k = L everything is alive that the blocks save. The best k may lie between 
 
 While the segment with number j (from 0) goes back, there are j + 1 inputs of segments, what its blocks have saved, and
 the segment's result: (j + 1) n + (its blocks) s + n elements. The largest of these is the peak. (The last result of
-forward is not needed: its gradient is given. So let no variable keep it.)
+forward is not needed: its gradient is given. Let no variable keep it, or leave the last segment's first forward out.)
 
 Graded: the gradients, bit for bit; two forwards of each block at most; at the beginning of each block's backward, the
 elements alive, at most the peak over all segments (not the sum for this segment); `best_segment` with ==.

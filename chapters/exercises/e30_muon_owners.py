@@ -14,8 +14,8 @@ You need, of `comm`:
         sets `array` to the receives[0] elements of rank 0, the receives[1] of rank 1, and so on
     comm.broadcast(array, root)         copies the array of rank `root` to all ranks, in place
 
-Graded on 1 to 5 ranks, in three steps: the matrices, which are those of one device to 1e-12; elements of running means
-on a rank, those of the matrices that it owns; elements that all ranks send together, with ==: those of one all-reduce
+Graded on 1 to 5 ranks, in three steps: the matrices, which are those of one device to 1e-12; running means on a rank,
+those of the matrices that it owns, to 1e-12; elements that all ranks send together, with ==: those of one all-reduce
 of everything, 2 (d - 1) times all elements.
 """
 

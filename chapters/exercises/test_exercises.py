@@ -9,7 +9,10 @@ from chapters.exercises.grading import Hint, names
 
 @pytest.mark.parametrize("name", names())
 def test_exercise(name, record_property):
-    solution = importlib.import_module(f"chapters.exercises.{name}")
+    try:
+        solution = importlib.import_module(f"chapters.exercises.{name}")
+    except SyntaxError as error:
+        pytest.fail(f"{name}.py, line {error.lineno}: {error.msg}", pytrace=False)
     grader = importlib.import_module(f"chapters.exercises.graders.{name}")
     hint = ""
     try:

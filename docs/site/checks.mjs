@@ -168,11 +168,10 @@ export function controlFaults() {
       }
     }
     for (const button of place.querySelectorAll(".explorer-presets button, .explorer-result td button")) {
-      const isStart = [...place.querySelectorAll(".explorer-presets button")].indexOf(button) === 1;
       const state = () => result.innerHTML + window.location.hash;
       const before = state();
       button.click();
-      if (state() === before && !isStart) found.push(`${button.textContent} does nothing`);
+      if (state() === before && !("start" in button.dataset)) found.push(`${button.textContent} does nothing`);
       if (problem.textContent) found.push(`${button.textContent}: ${problem.textContent}`);
     }
   }

@@ -25,6 +25,7 @@ CONTENTS = """
 :caption: To try
 
 /docs/site/explorers
+/docs/site/editor
 /docs/site/collectives
 /docs/site/traces
 /docs/site/gallery
@@ -95,11 +96,15 @@ mathjax3_config = {
 
 # The scripts of pages and their modules, each of which imports from earlier ones alone.
 SCRIPTS = {
-    "explorers": ("memory", "models", "schedules", "traffic", "layouts", "draw", "forms", "page", "board"),
-    "start": ("schedules", "draw", "map"),
-    "player_page": ("schedules", "draw", "player"),
+    "explorers": ("memory", "models", "actions", "schedules", "traffic", "layouts", "draw", "forms", "page", "board"),
+    "start": ("actions", "draw", "map"),
+    "editor_page": (
+        *("actions", "schedules", "csv", "in_order", "check", "path", "edits", "grade"),
+        *("draw", "forms", "chips", "editor"),
+    ),
+    "player_page": ("actions", "draw", "player"),
     "traces": (
-        *("schedules", "draw", "forms"),
+        *("actions", "draw", "forms"),
         *("trace", "trace_colours", "trace_rows", "trace_words", "trace_moves", "trace_page"),
     ),
 }

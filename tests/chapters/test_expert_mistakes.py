@@ -10,6 +10,13 @@ def right():
     return mistakes.examine("nothing broken")
 
 
+def test_in_its_first_steps_the_right_program_is_noticed_by_nothing(monkeypatch):
+    monkeypatch.setattr(mistakes, "STEPS", 3)
+    run = mistakes.examine("nothing broken")
+    assert (run["noticed"], run["named"]) == ([], "")
+
+
+@pytest.mark.long
 def test_the_right_program_is_noticed_by_nothing(right):
     assert (right["noticed"], right["named"]) == ([], "")
     assert len(right["losses"]) == mistakes.STEPS and right["losses"][-1] < right["losses"][0]

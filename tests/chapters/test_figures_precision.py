@@ -23,12 +23,12 @@ def test_each_bit_of_a_format_has_a_box():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["wide", "narrow"]
 
 
-def test_a_weights_curves_start_in_the_band_of_half_an_ulp():
+def test_a_weights_curves_start_in_the_band_of_rounding():
     curves = {"exact": [1, 1.5], "rounded": [1, 1]}
-    (axes,) = figures.plot_weight(curves, 0.25).axes
+    (axes,) = figures.plot_weight(curves, 0.125, 0.25).axes
     assert [list(line.get_ydata()) for line in axes.lines] == [[1, 1.5], [1, 1]]
     band = axes.patches[0]
-    assert (band.get_y(), band.get_height()) == (0.75, 0.5)
+    assert (band.get_y(), band.get_height()) == (0.875, 0.375)
     assert texts_of(axes.get_legend()) == ["exact", "rounded"]
 
 

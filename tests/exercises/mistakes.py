@@ -396,6 +396,12 @@ MISTAKES = [
         "np.array([(gradient**2).sum()])",
         "that of all n elements",
     ),
+    Mistake(
+        "e24",
+        "inside.all_reduce(np.array([(gradient**2).sum()]))",
+        "between.all_reduce(np.array([(gradient**2).sum()]))",
+        "that of all n elements",
+    ),
     Mistake("e24", "    if norm > limit:", "    if True:", "shorter than the limit"),
     Mistake("e24", "    parameters -= ", "    parameters = parameters - ", "in place"),
     Mistake(
@@ -661,6 +667,7 @@ MISTAKES = [
         "arrived[0] = self.comm.all_reduce(packed)[start : start + mine]",
         "send each gradient to its owner alone",
     ),
+    Mistake("e30", "total = arrived.sum(0) / d", "total = arrived.sum(0)", "the mean is asked for"),
     Mistake("e31", " / comm.size", "", "their mean is asked for"),
     Mistake(
         "e31",
@@ -673,6 +680,12 @@ MISTAKES = [
     Mistake("e31", "0.7 * (", "(", "no outer rate"),
     Mistake("e31", "velocity *= 0.9", "velocity *= 0", "it keeps 0.9 of the last one"),
     Mistake("e31", "own = parameters.copy()", "own = parameters", "are lost"),
+    Mistake(
+        "e31",
+        "own = parameters.copy()\n    for _ in range(H):\n        local_step(own)\n    moved = ",
+        "own = parameters\n    for _ in range(H):\n        local_step(own)\n    own -= parameters\n    moved = ",
+        "take a copy first",
+    ),
     Mistake("e31", "velocity += moved", "velocity += comm.all_reduce(moved.copy()) / comm.size", "nothing else"),
     Mistake("e31", "local_step(own)", "own = parameters.copy(); local_step(own)", "go on from where"),
     Mistake("e31", "for _ in range(H)", "for _ in range(H + 1)", "called 2 times, expected 1"),

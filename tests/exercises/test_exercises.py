@@ -14,6 +14,7 @@ from launcher import ROOT
 
 from chapters.exercises import grading
 from chapters.exercises.grading import Hint, NotWritten, names, on_ranks
+from chapters.exercises.test_exercises import test_exercise as run_exercise
 
 SOLUTIONS = ROOT / "tests" / "exercises" / "solutions"
 
@@ -105,6 +106,15 @@ def test_the_command_lists_every_exercise_and_its_hint():
     assert result.returncode == 1 and f"0 of {len(names())} exercises solved" in result.stdout
     for name in names():
         assert f"{name:28}not written yet" in result.stdout
+
+
+def test_a_syntax_error_is_a_line_with_its_place(monkeypatch):
+    def broken(name):
+        raise SyntaxError("unexpected indent", (f"{name}.py", 88, 1, ""))
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(pytest.fail.Exception, match=r"^e23_early_hook.py, line 88: unexpected indent$"):
+        run_exercise("e23_early_hook", None)
 
 
 def test_a_rank_that_never_returns_is_named_with_its_line(monkeypatch):

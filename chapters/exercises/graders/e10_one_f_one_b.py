@@ -8,19 +8,23 @@ SIZES = ((1, 1), (1, 4), (2, 1), (2, 5), (3, 7), (4, 2), (4, 4), (4, 8), (8, 3),
 
 def grade(solution):
     for p, m in SIZES:
-        lists = call(solution, solution.one_f_one_b, p, m)
-        timeline = timeline_of(lists, p, m, "FB")
-        for rank, alive in enumerate(timeline.peak_activations):
-            most = min(m, p - rank)
-            extra = {most + 1: "; the warm-up of rank r has p - r - 1 forwards, before the first pair"}.get(alive, "")
-            if alive == m > most + 1:
-                extra = "; these are all microbatches, as in GPipe: begin backward as soon as one has arrived"
-            require(
-                alive <= most, f"p = {p}, m = {m}: {alive} microbatches are alive on rank {rank}, at most {most}{extra}"
-            )
-        shortest = 3 * (m + p - 1)
+        grade_lists(call(solution, solution.one_f_one_b, p, m), p, m)
+
+
+def grade_lists(lists, p, m):
+    """Raise a Hint unless these lists are 1F1B."""
+    timeline = timeline_of(lists, p, m, "FB")
+    for rank, alive in enumerate(timeline.peak_activations):
+        most = min(m, p - rank)
+        extra = {most + 1: "; the warm-up of rank r has p - r - 1 forwards, before the first pair"}.get(alive, "")
+        if alive == m > most + 1:
+            extra = "; these are all microbatches, as in GPipe: begin backward as soon as one has arrived"
         require(
-            timeline.makespan == shortest,
-            f"p = {p}, m = {m}: it takes {timeline.makespan} (T_F = 1, T_B = 2), 1F1B takes {shortest}; the warm-up "
-            "differs from rank to rank, p - r - 1 forwards on rank r: with fewer, the last rank waits for work",
+            alive <= most, f"p = {p}, m = {m}: {alive} microbatches are alive on rank {rank}, at most {most}{extra}"
         )
+    shortest = 3 * (m + p - 1)
+    require(
+        timeline.makespan == shortest,
+        f"p = {p}, m = {m}: it takes {timeline.makespan} (T_F = 1, T_B = 2), 1F1B takes {shortest}; the warm-up "
+        "differs from rank to rank, p - r - 1 forwards on rank r: with fewer, the last rank waits for work",
+    )

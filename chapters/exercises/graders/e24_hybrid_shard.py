@@ -79,7 +79,10 @@ def check_values(q, s, n, rank, history):
             {"parts": host},
             {"parts": host, "mean": ranks},
         ),
-        "the norm is that of all n elements: sum the squares of the chunks inside the host": ({"seen": own},),
+        "the norm is that of all n elements: sum the squares of the chunks inside the host": (
+            {"seen": own},
+            {"seen": own, "times": q},
+        ),
         "this is the sum over all ranks, the mean is asked for": ({"mean": 1},),
         "divide by all ranks, not by those of a host": ({"mean": s},),
         "divide by all ranks, not by the hosts": ({"mean": q},),

@@ -93,7 +93,12 @@ def checked(lists):
 
 
 def grade(solution):
-    time, memory = score(checked(call(solution, solution.schedule)))
+    return grade_lists(call(solution, solution.schedule))
+
+
+def grade_lists(lists):
+    """Return the score in words. Hint if another schedule is as good in both."""
+    time, memory = score(checked(lists))
     rows = table()
     yours = f"time {float(time):g}, memory {float(memory):g}"
     for name, (other, held) in rows.items():

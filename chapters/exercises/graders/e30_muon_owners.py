@@ -36,7 +36,10 @@ def of_each(matrix, gradients, means):
 
 
 def one_device(ranks, how=""):
-    """Return the matrices after each step of one device with all samples. `how` names a mistake."""
+    """Return the matrices after each step of one device with all samples, and the running means after the last.
+
+    `how` names a mistake.
+    """
     matrices, history = initial(), []
     means = [np.zeros(shape) for shape in SHAPES]
     own_means = [[np.zeros(shape) for _ in range(ranks)] for shape in SHAPES]
@@ -53,7 +56,7 @@ def one_device(ranks, how=""):
             else:
                 muon_step(matrix, sum(gradients) / ranks, means[i])
         history.append([matrix.copy() for matrix in matrices])
-    return history
+    return history, means
 
 
 HINTS = {
@@ -76,18 +79,24 @@ def grade(solution):
                 history.append([matrix.copy() for matrix in matrices])
                 sent.append(comm.traffic.bytes() // 8)
             means = getattr(optimizer, "means", None)
-            return history, sent, sorted(means) if isinstance(means, dict) else None
+            return history, sent, means if isinstance(means, dict) else None
 
         results = on_ranks(solution, ranks, program)
-        right = one_device(ranks)
-        wrong = {hint: one_device(ranks, how) for how, hint in HINTS.items()}
+        right, right_means = one_device(ranks)
+        wrong = {hint: one_device(ranks, how)[0] for how, hint in HINTS.items()}
         for rank, (history, _, means) in enumerate(results):
             check_values(ranks, rank, owner, history, right, wrong)
             own = [i for i, who in enumerate(owner) if who == rank]
+            found = None if means is None else sorted(means)
             require(
-                means == own,
-                f"rank {rank} of {ranks}: self.means has {means}, expected {own}: keep the means of your own matrices",
+                found == own,
+                f"rank {rank} of {ranks}: self.means has {found}, expected {own}: keep the means of your own matrices",
             )
+            # One rank has no mean over ranks. With more, a sum shows here alone: orthogonalizing hides the factor.
+            for i in own if ranks > 1 else []:
+                of_sums = {"this is of the sum over the ranks, the mean is asked for": ranks * right_means[i]}
+                where = f"rank {rank} of {ranks}, self.means[{i}] after {STEPS} steps"
+                expect(means[i], right_means[i], where, of_sums)
         for step in range(STEPS):
             check_bytes(ranks, sum(sent[step] for _, sent, _ in results))
 

@@ -5,6 +5,7 @@ import numpy as np
 from chapters.exercises.grading import counted, expect, on_ranks, random, require, same
 
 ROUNDS = 3
+ONE_ARRAY = "the local steps have changed the parameters themselves, so nothing seems to have moved: take a copy first"
 UNCHANGED = "nothing has changed: change the arrays that were given, in place; local_step changes its own in place"
 
 
@@ -110,6 +111,7 @@ def grade(solution):
                     expected = right[number][kind]
                     known = {hint: wrong[number][kind] for hint, wrong in mistakes.items()}
                     known[UNCHANGED] = (np.arange(n) / n, np.zeros(n))[kind]
+                    known[ONE_ARRAY] = np.zeros(n)
                     known = {hint: wrong for hint, wrong in known.items() if not same(wrong, expected)}
                     expect(found[kind], expected, f"{where}, {what}", known)
 

@@ -22,7 +22,8 @@ def plot_blocks(rows: Sequence[Sequence[Panel]]) -> Picture:
     rows: rows of panels. A block that differs from the panel before it is framed; a panel "at first" begins anew.
     """
     columns = max(map(len, rows))
-    figure = picture(7.0, 0.35 + 1.2 * 6.4 / columns * len(rows))
+    two_lines = [any("\n" in title for title, _ in row) for row in rows]  # titles of two lines need more room
+    figure = picture(7.0, 0.35 + 1.2 * 6.4 / columns * len(rows) + 0.2 * sum(two_lines))
     grid = figure.subplots(len(rows), columns, squeeze=False)
     before = None
     for line, row in zip(grid, rows, strict=True):

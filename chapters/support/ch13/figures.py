@@ -49,12 +49,15 @@ def plot_bits(formats: Mapping[str, tuple[int, int]]) -> Picture:
     return figure
 
 
-def plot_weight(curves: Mapping[str, Sequence[float]], half_ulp: float) -> Picture:
-    """Plot one weight over steps, for each way of rounding; the shaded band is what the nearest rounding undoes."""
+def plot_weight(curves: Mapping[str, Sequence[float]], below: float, above: float) -> Picture:
+    """Plot one weight over steps, for each way of rounding; the shaded band is what the nearest rounding undoes.
+
+    below, above: half of the distances to the two neighbours of the weight's first value.
+    """
     figure = picture(6.4, 3.0)
     axes = figure.add_subplot()
     start = next(iter(curves.values()))[0]
-    axes.axhspan(start - half_ulp, start + half_ulp, color=PAPER, zorder=0)
+    axes.axhspan(start - below, start + above, color=PAPER, zorder=0)
     looks = ((INK, 1.0, "--"), (VERMILION, 2.2, "-"), (BLUE, 2.2, "-"), (GREEN, 1.4, "-"))
     for (name, values), (colour, width, line) in zip(curves.items(), looks, strict=False):
         axes.plot(values, color=colour, linewidth=width, linestyle=line, label=name, drawstyle="steps-post")

@@ -1,6 +1,6 @@
 // Small SVG pictures: a schedule's timeline, activations alive, stacked bars. Colours as in visualize/style.py.
 
-import { actionText, halvesOf } from "./schedules.js";
+import { actionText, halvesOf } from "./actions.js";
 
 export const COLOURS = {
   F: "#0072B2", B: "#E69F00", I: "#CC79A7", W: "#9FDBCA",
@@ -90,7 +90,7 @@ function actionBox({ stage, kind, microbatch }, { x, y, width, height, rank, sta
   const fill = later ? lighter(COLOURS[kind], 0.45) : COLOURS[kind];
   const name = `${KIND_NAMES[kind]} of microbatch ${microbatch}, stage ${stage}, rank ${rank}: ${start} to ${end}`;
   const inner = Math.max(0, width - 0.6);
-  const edge = thick ? { "stroke-width": 2.4 } : {};
+  const edge = thick ? { "stroke-width": Math.max(1.2, Math.min(2.4, width / 5)) } : {};
   const parts = [box({ x, y, width: inner, height, fill, ...edge }, element("svg:title", {}, name))];
   if (later) parts.push(element("svg:rect", { x, y: y + height - 3, width: inner, height: 2.4, fill: INK }));
   const words = [`${kind}${microbatch}`, `${microbatch}`].find((each) => each.length * 7 + 3 <= width);

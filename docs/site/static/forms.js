@@ -3,7 +3,8 @@
 import { element } from "./draw.js";
 
 // A field of a form. whole: a number from least to most; real: the same with decimals; power: a slider over powers of
-// two; choice; yes: a box to tick. `when` says for which settings a field is shown.
+// two; choice; yes: a box to tick; lines: a text that starts as follows(settings), and again when that changes. `when`
+// says for which settings a field is shown.
 const always = () => true;
 export const whole = (name, label, start, least, most, when = always) =>
   ({ type: "whole", name, label, start, least, most, when });
@@ -13,12 +14,14 @@ export const power = (name, label, start, most, when = always) => ({ type: "powe
 export const choice = (name, label, options, start = options[0], when = always) =>
   ({ type: "choice", name, label, options, start, when });
 export const yes = (name, label, start = false, when = always) => ({ type: "yes", name, label, start, when });
+export const lines = (name, label, follows) => ({ type: "lines", name, label, start: "", follows, when: always });
 
 function control({ type, name, least, most, options }) {
   if (type === "choice") {
     return element("select", { name }, ...options.map((option) => element("option", {}, String(option))));
   }
   if (type === "yes") return element("input", { name, type: "checkbox" });
+  if (type === "lines") return element("textarea", { name, rows: 8, wrap: "off", spellcheck: "false" });
   if (type === "power") return element("input", { name, type: "range", min: 0, max: Math.log2(most), step: 1 });
   return element("input", { name, type: "number", min: least, max: most, step: type === "whole" ? 1 : "any" });
 }
@@ -33,7 +36,7 @@ function write({ type }, input, value) {
 // Read a field. An empty or impossible number is an error in words.
 function read({ type, label, least, most }, input) {
   if (type === "yes") return input.checked;
-  if (type === "choice") return input.value;
+  if (type === "choice" || type === "lines") return input.value;
   if (type === "power") return 2 ** Number(input.value);
   const number = input.value.trim() === "" ? NaN : Number(input.value);
   const fits = number >= least && number <= most && (type === "real" || Number.isInteger(number));
@@ -49,11 +52,11 @@ function addressed(id) {
 }
 
 // Build an explorer in the element `id`. show(settings, set) returns the elements to show, or throws an Error whose
-// message is shown above what was there before; set({name: value}) changes fields. `presets` are buttons with the
-// values that they set: {words: values}.
+// message is shown above what was there before; set({name: value}) changes fields, and with `anew` texts start again.
+// `presets` are buttons with the values that they set: {words: values}. Return the form.
 export function explorer(id, fields, show, presets = {}) {
   const place = document.getElementById(id);
-  if (!place) return;
+  if (!place) return undefined;
   const inputs = Object.fromEntries(fields.map((field) => [field.name, control(field)]));
   const outputs = {};
   const labels = {};
@@ -72,14 +75,24 @@ export function explorer(id, fields, show, presets = {}) {
   const set = (values) => {
     for (const field of fields) if (field.name in values) write(field, inputs[field.name], values[field.name]);
   };
-  const update = () => {
+  const readAll = () => Object.fromEntries(fields.map((field) => [field.name, read(field, inputs[field.name])]));
+  const starts = {}; // of the texts that follow other fields
+  const follow = (settings, brought) => {
+    for (const field of fields.filter(({ follows }) => follows)) {
+      const start = field.follows(settings);
+      if (start !== starts[field.name] && !(field.name in brought)) inputs[field.name].value = start;
+      starts[field.name] = start;
+    }
+  };
+  const update = (brought = {}) => {
     for (const [name, output] of Object.entries(outputs)) {
       output.value = (2 ** inputs[name].value).toLocaleString("en-US");
     }
     try {
-      const settings = Object.fromEntries(fields.map((field) => [field.name, read(field, inputs[field.name])]));
+      const settings = readAll();
       for (const { name, when } of fields) labels[name].hidden = !when(settings);
-      result.replaceChildren(...show(settings, change));
+      follow(settings, brought);
+      result.replaceChildren(...show(readAll(), change));
       problem.textContent = "";
     } catch (error) {
       problem.textContent = error.message;
@@ -89,11 +102,12 @@ export function explorer(id, fields, show, presets = {}) {
   const remember = () => {
     const values = fields.map((field) => [field.name, field.type === "power"
       ? 2 ** inputs[field.name].value : field.type === "yes" ? inputs[field.name].checked : inputs[field.name].value]);
-    const changed = fields.map(({ start }, index) => String(start) !== String(values[index][1]));
+    const changed = fields.map(({ name, start }, index) => String(starts[name] ?? start) !== String(values[index][1]));
     const query = new URLSearchParams(values.filter((_, index) => changed[index]));
     window.history.replaceState(null, "", `#${id}?${query}`);
   };
-  const change = (values) => {
+  const change = (values, anew = false) => {
+    if (anew) for (const name of Object.keys(starts)) delete starts[name];
     set(values);
     update();
     remember();
@@ -101,15 +115,18 @@ export function explorer(id, fields, show, presets = {}) {
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", () => change({}));
   set(Object.fromEntries(fields.map(({ name, start }) => [name, start])));
-  set(addressed(id));
+  const brought = addressed(id);
+  set(brought);
   const buttons = element("p", { class: "explorer-presets" });
   for (const [words, values] of Object.entries(presets)) {
-    const button = element("button", { type: "button" }, words);
-    button.addEventListener("click", () => change(values));
+    const isStart = fields.every(({ name, start }) => String(values[name] ?? start) === String(start));
+    const button = element("button", { type: "button", ...(isStart ? { "data-start": "" } : {}) }, words);
+    button.addEventListener("click", () => change(values, true));
     buttons.append(button, " ");
   }
   place.replaceChildren(...(Object.keys(presets).length ? [buttons] : []), form, problem, result);
-  update();
+  update(brought);
+  return form;
 }
 
 // ---- words and tables -----------------------------------------------------------------------------------------------

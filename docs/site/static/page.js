@@ -1,10 +1,11 @@
 // The explorers of schedules and of ZeRO's memory.
 
+import { halvesOf } from "./actions.js";
 import { COLOURS, activationsPlot, bars, kindLegend, legend, rankLegend, timeline } from "./draw.js";
 import { bytes, heading, paragraph, percent, short, strong, table } from "./forms.js";
 import { choice, explorer, real, whole, yes } from "./forms.js";
 import { PRECISIONS, STAGES, formula, modelState, value } from "./memory.js";
-import { SCHEDULES, explore, halvesOf } from "./schedules.js";
+import { SCHEDULES, explore } from "./schedules.js";
 
 // ---- schedules ------------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,12 @@
-// Pipeline schedules and the time they take, in JavaScript: minipar/parallel/pipeline/schedules.py, and simulate of
-// actions.py. A pair of F and B that overlap is an action with `pair`.
+// Pipeline schedules in JavaScript: minipar/parallel/pipeline/schedules.py.
 // tests/test_explorers.py compares every list, start, end, bubble and peak with Python's.
+
+import { act, measure, paired } from "./actions.js";
 
 export const SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"];
 
 const V_SHAPED = ["zbv", "dualpipev"];
 
-const act = (stage, kind, microbatch) => ({ stage, kind, microbatch });
 const range = (start, end) => Array.from({ length: Math.max(0, end - start) }, (_, k) => start + k);
 const perRank = (p, list) => range(0, p).map(list);
 
@@ -101,8 +101,8 @@ function dualPipeV(p, m) {
     };
     const add = (action) => { if (action.microbatch < m) list.push(action); };
     const pair = (forward, backward) => {
-      const halves = [next(forward, "F"), backwardOf(backward)];
-      add({ ...halves[0], kind: "OVERLAP_F_B", pair: halves });
+      const half = next(forward, "F");
+      add(paired(half, backwardOf(backward)));
     };
     for (let i = 0; i < 2 * after; i += 1) add(next(down, "F"));
     for (let i = 0; i < r + 1; i += 1) for (const stage of [down, up]) add(next(stage, "F"));
@@ -159,98 +159,10 @@ export function make(name, p, m, v) {
   }
 }
 
-// The F and the B of a pair; any other action is its only half.
-export const halvesOf = (action) => action.pair ?? [action];
-
-export function actionText(action) {
-  if (action.pair) return `(${action.pair.map(actionText).join(";")})${action.kind}`;
-  return `${action.stage}${action.kind}${action.microbatch}`;
-}
-
-// The computations whose results an action uses. The gradient from the next stage comes of its B, or of its I:
-// backwards has the kind of each stage and microbatch.
-function needs(action, stages, backwards) {
-  if (action.pair) return action.pair.flatMap((half) => needs(half, stages, backwards));
-  const { stage, kind, microbatch } = action;
-  if (kind === "F") return stage > 0 ? [act(stage - 1, "F", microbatch)] : [];
-  if (kind === "W") return [act(stage, "I", microbatch)];
-  const own = act(stage, "F", microbatch);
-  if (stage === stages - 1) return [own];
-  return [own, act(stage + 1, backwards.get(`${stage + 1}:${microbatch}`) ?? "B", microbatch)];
-}
-
-// Run the lists: an action starts when its rank is free and what it needs has arrived, `comm` later if from another
-// rank. Returns {action, start, end} for each action of each rank. `times` are those of one stage.
-export function simulate(lists, times) {
-  const duration = { F: times.F, I: times.I, W: times.W, B: times.I + times.W };
-  const halves = lists.map((list) => list.flatMap(halvesOf));
-  const home = new Map(halves.flatMap((list, rank) => list.map((half) => [half.stage, rank])));
-  const backwards = new Map(halves.flat().filter(({ kind }) => kind === "B" || kind === "I")
-    .map(({ stage, kind, microbatch }) => [`${stage}:${microbatch}`, kind]));
-  const time = (action) => halvesOf(action).reduce((sum, { kind }) => sum + duration[kind], 0);
-  const ends = new Map();
-  const rows = lists.map(() => []);
-  for (let progress = true; progress; ) {
-    progress = false;
-    lists.forEach((list, rank) => {
-      const row = rows[rank];
-      while (row.length < list.length) {
-        const action = list[row.length];
-        const needed = needs(action, home.size, backwards);
-        if (!needed.every((need) => ends.has(actionText(need)))) break;
-        const arrivals = needed.map((n) => ends.get(actionText(n)) + (home.get(n.stage) === rank ? 0 : times.comm));
-        const start = Math.max(row.length ? row[row.length - 1].end : 0, ...arrivals);
-        const end = start + time(action);
-        for (const half of halvesOf(action)) ends.set(actionText(half), end);
-        row.push({ action, start, end });
-        progress = true;
-      }
-    });
-  }
-  if (rows.some((row, rank) => row.length < lists[rank].length)) throw new Error("the ranks wait for one another");
-  return rows;
-}
-
-// [time, activations alive from then on] of one rank: alive from the start of F to the end of B or I.
-export function liveActivations(row) {
-  const changes = row.flatMap(({ action, start, end }) => halvesOf(action).flatMap(({ kind }) =>
-    kind === "F" ? [[start, 1]] : kind === "W" ? [] : [[end, -1]]));
-  changes.sort((a, b) => a[0] - b[0] || a[1] - b[1]); // at the same time, what is freed counts first
-  const steps = [[row[0].start, 0]];
-  let live = 0;
-  for (const [time, change] of changes) {
-    live += change;
-    if (steps[steps.length - 1][0] === time) steps.pop();
-    steps.push([time, live]);
-  }
-  return steps;
-}
-
-// The most forwards of one stage without their backward, by the order of a rank's list.
-export function peakActivations(list) {
-  let live = 0;
-  let peak = 0;
-  for (const { kind } of list.flatMap(halvesOf)) {
-    live += kind === "F" ? 1 : kind === "W" ? 0 : -1;
-    peak = Math.max(peak, live);
-  }
-  return peak;
-}
-
 // Everything that the page shows. F, I, W are the times of all layers of a rank; each of its v stages takes 1/v.
 export function explore({ name, p, m, v, F, I, W, comm }) {
   const lists = make(name, p, m, v);
   for (const time of [F, I, W, comm]) if (!(time >= 0)) throw new Error(`a time of ${time}: an action takes 0 or more`);
   const own = stagesPerRank(name, v);
-  const rows = simulate(lists, { F: F / own, I: I / own, W: W / own, comm });
-  const total = Math.max(...rows.flatMap((row) => row.map((slot) => slot.end)));
-  const busy = rows.flat().reduce((sum, slot) => sum + (slot.end - slot.start), 0);
-  return {
-    rows,
-    total,
-    bubble: total ? (total * p - busy) / (total * p) : 0, // idle / total
-    peaks: lists.map(peakActivations), // in activations of one stage
-    live: rows.map(liveActivations),
-    stages: own,
-  };
+  return { ...measure(lists, { F: F / own, I: I / own, W: W / own, comm }, name), stages: own };
 }
