@@ -400,7 +400,7 @@ MISTAKES = [
         "e24",
         "inside.all_reduce(np.array([(gradient**2).sum()]))",
         "between.all_reduce(np.array([(gradient**2).sum()]))",
-        "that of all n elements",
+        "squares of the chunks inside the host",
     ),
     Mistake("e24", "    if norm > limit:", "    if True:", "shorter than the limit"),
     Mistake("e24", "    parameters -= ", "    parameters = parameters - ", "in place"),
