@@ -21,7 +21,7 @@ from minipar.parallel.pipeline.in_order import CHANNELS, simulate_in_order
 from minipar.parallel.pipeline.schedule_file import load_csv, save_csv
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 
-from . import mesh, schedule, style, timeline
+from . import mesh, schedule, shares, style, timeline
 from .comparison import plot_comparison, read_comparison
 from .measurements import plot_bench, plot_ledger, plot_loss, read_bench, read_ledger, read_metrics
 from .plan import plot_agreement, plot_plan, read_layouts, read_plan
@@ -77,8 +77,11 @@ def build_parser() -> UsageParser:
         add = drawing(name, lambda options: plot(read(options.file)), what)
         add("file", metavar="FILE.json", help=content)
 
-    add = drawing("trace", draw_trace, "every rank's timeline, from minipar.train --trace")
+    add = command("trace", run_trace, "every rank's timeline, from minipar.train --trace")
     add("file", metavar="FILE.json", help="Chrome trace JSON")
+    add("--out", metavar="FIG", help=FIGURE)
+    what = "seconds of each step, and how much of it each rank computes, communicates and waits; - is standard output"
+    add("--json", metavar="FILE", help=what)
     steps = "a slice as Python's, counted from 0: 0:2 is the first two steps, --steps=-1: the last (the default, "
     steps += "unless the trace has at most two)"
     add("--steps", type=step_slice, metavar="A:B", help=steps)
@@ -147,11 +150,6 @@ def duration(text: str) -> Fraction:
 # ---- commands that draw one picture ----------------------------------------------------------------------------------
 
 
-def draw_trace(options: argparse.Namespace) -> Picture:
-    """Draw the timeline of a trace."""
-    return timeline.plot_timeline(timeline.read_trace(options.file), options.steps, options.arrows)
-
-
 def draw_loss(options: argparse.Namespace) -> Picture:
     """Draw the loss of each run."""
     rows = [read_metrics(file) for file in options.files]
@@ -177,6 +175,18 @@ def names_of(files: Sequence[str]) -> list[str]:
 
 
 # ---- commands with other results -------------------------------------------------------------------------------------
+
+
+def run_trace(options: argparse.Namespace) -> list[str]:
+    """Draw the timeline of a trace, write what its ranks do with their time, or both."""
+    if not (options.out or options.json):
+        raise UsageError("nothing to do: give --out FIG or --json FILE")
+    trace = timeline.read_trace(options.file)
+    if options.out:
+        style.save(timeline.plot_timeline(trace, options.steps, options.arrows), options.out)
+    if options.json:
+        write_json(options.json, shares.trace_values(trace, options.steps))
+    return [] if options.json == "-" else [path for path in (options.out, options.json) if path]
 
 
 def run_mesh(options: argparse.Namespace) -> list[str]:

@@ -143,7 +143,7 @@ def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False
     waiting for messages; it is drawn at the front of its slice, wherever in the slice it was. A pipeline's actions are
     coloured by their kind, with the number of their microbatch where it can be read.
     """
-    begin, end, title = _window(trace, steps)
+    begin, end, title = window(trace, steps)
     sheet = _Sheet(trace, begin, end, arrows)
     figure = picture(WIDTH, sheet.bottom + TOP + sheet.each * len(trace.ranks))
     figure.set_layout_engine("none")
@@ -316,7 +316,7 @@ def _what(name: str) -> str:
     return action.kind if action else name
 
 
-def _window(trace: Trace, steps: slice | None) -> tuple[float, float, str]:
+def window(trace: Trace, steps: slice | None) -> tuple[float, float, str]:
     """Choose the stretch of time to show, in seconds, and its title, which counts steps from 1 as the trainer does."""
     marks = trace.steps()
     if steps is not None and not marks:

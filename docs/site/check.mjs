@@ -10,7 +10,7 @@ import { mkdirSync, readFileSync, readdirSync } from "node:fs";
 import { createServer } from "node:http";
 import { createRequire } from "node:module";
 import { extname, join, resolve } from "node:path";
-import { buttonFaults, contentFaults, contrastFaults, controlFaults, cutFaults } from "./checks.mjs";
+import { buttonFaults, contentFaults, contrastFaults, controlFaults, cutFaults, traceFaults } from "./checks.mjs";
 
 const [site, packages, executablePath, screenshots] = process.argv.slice(2);
 const { chromium } = createRequire(resolve(packages, "index.js"))("playwright-core");
@@ -133,6 +133,7 @@ for (const path of pages) {
   const loaded = weight;
   problems.push(...(await faultsInAllLooks(page)));
   problems.push(...(await page.evaluate(controlFaults)), ...(await page.evaluate(buttonFaults)));
+  problems.push(...(await page.evaluate(traceFaults)));
   if (screenshots) await photograph(page, path);
   if (path === "search.html") problems.push(...(await searchFaults(page)));
   const formulas = await page.locator("mjx-container").count();

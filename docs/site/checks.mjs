@@ -178,6 +178,58 @@ export function controlFaults() {
   return found;
 }
 
+// What is wrong with the viewer of traces: controls that do nothing, a trace that is dropped and not shown, and another
+// file that is not refused in one line.
+export async function traceFaults() {
+  const found = [];
+  const place = document.querySelector(".trace-viewer");
+  if (!place) return found;
+  const drawn = () => new Promise((next) => requestAnimationFrame(() => requestAnimationFrame(next)));
+  const acts = async (what, act) => {
+    await drawn();
+    const before = place.innerHTML;
+    act();
+    await drawn();
+    if (place.innerHTML === before) found.push(`${what} does nothing`);
+  };
+  const put = (control, value) => () => {
+    if (control.type === "checkbox") control.checked = value;
+    else control.value = value;
+    control.dispatchEvent(new Event("input", { bubbles: true }));
+  };
+  const drop = async (panel, text) => {
+    const files = new DataTransfer();
+    files.items.add(new File([text], "dropped.json"));
+    panel.dispatchEvent(new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true }));
+    await new Promise((next) => setTimeout(next, 500));
+  };
+  const [above, below] = place.querySelectorAll(".trace-panel");
+  const [first, second] = place.querySelectorAll(".trace-panel select");
+  await acts("the arrows' box", put(place.querySelector("input[type=checkbox]"), true));
+  await acts("the choice of a step", put(place.querySelector("select"), "all"));
+  for (const select of [first, second]) {
+    for (const { value } of [...select.options].slice(1)) await acts(`${select.name} = ${value}`, put(select, value));
+  }
+  for (const button of place.querySelectorAll("button")) {
+    const nearer = place.querySelector("button");
+    if (button !== nearer) nearer.click();
+    await acts(button.title, () => button.click());
+  }
+  for (const key of ["+", "-", "ArrowRight", "ArrowLeft", "+", "0", "ArrowDown", "ArrowDown", "ArrowUp", ".", ","]) {
+    const press = new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true });
+    await acts(`the key ${key}`, () => above.querySelector(".trace-rows").dispatchEvent(press));
+  }
+  const lane = { ph: "M", name: "thread_name", pid: 7, tid: 0, args: { name: "computation" } };
+  await drop(below, JSON.stringify([lane, { ph: "X", name: "F", pid: 7, tid: 0, ts: 0, dur: 5 }]));
+  if (!below.textContent.includes("rank 7")) found.push("a trace that is dropped is not shown");
+  for (const text of ["no JSON", "[]", '{"traceEvents": 3}']) {
+    await drop(above, text);
+    const line = above.querySelector("[role=alert]").textContent;
+    if (!line.startsWith("dropped.json") || line.includes("\n")) found.push(`${text} is not refused in one line`);
+  }
+  return found;
+}
+
 // Buttons of the map and of the players that change nothing when they are pressed.
 export function buttonFaults() {
   const found = [];

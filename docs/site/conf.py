@@ -27,6 +27,7 @@ CONTENTS = """
 /docs/site/explorers
 /docs/site/editor
 /docs/site/collectives
+/docs/site/traces
 /docs/site/gallery
 /chapters/exercises/README
 /chapters/pytorch/README
@@ -102,6 +103,10 @@ SCRIPTS = {
         *("draw", "forms", "chips", "editor"),
     ),
     "player_page": ("actions", "draw", "player"),
+    "traces": (
+        *("actions", "draw", "forms"),
+        *("trace", "trace_colours", "trace_rows", "trace_words", "trace_moves", "trace_page"),
+    ),
 }
 
 

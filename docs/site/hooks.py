@@ -7,6 +7,7 @@ import differences
 import library
 import notebooks
 import slim
+import traces
 from docutils import nodes
 
 SIDE_BY_SIDE = """
@@ -89,11 +90,12 @@ def describe_page(app, pagename, templatename, context, doctree):
 
 
 def finish(app, exception):
-    """Record the runs of collectives, and remove what no page needs."""
+    """Record the runs and traces that pages show, and remove what no page needs."""
     if exception is not None:
         return
     out = Path(app.outdir)
     (out / "_static" / "runs.js").write_text(collectives.script(), encoding="utf-8")
+    (out / "_static" / "recorded_traces.js").write_text(traces.script(), encoding="utf-8")
     slim.slim_theme(out, slim.slim_pages(out))
     slim.search_the_article(out)
     slim.slim_pictures(out)

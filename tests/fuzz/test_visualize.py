@@ -106,7 +106,7 @@ def test_a_file_is_drawn_or_refused(fuzzed):
 
 
 FLAGS = {
-    "trace": {"--steps": ["0:1", "-1:", ":", "5:"], "--arrows": []},
+    "trace": {"--steps": ["0:1", "-1:", ":", "5:"], "--arrows": [], "--json": ["-", "o.json", "/dev/full"]},
     "mesh": {"--json": ["-", "o.json", "/dev/full"]},
     "loss": {"--reference": ["1.5", "-2"], "--reference-label": ["entropy", "$x$", "a\nb", "\udcff", "_"]},
     "memory": {"--rank": ["0", "1", "2"]},

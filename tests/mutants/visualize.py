@@ -84,6 +84,14 @@ MUTANTS = [
         ("messages: one on its way while the rank computes", "max(free, left)", "left"),
     ),
     *mistakes(
+        "visualize/shares.py",
+        "visualize/test_shares.py",
+        ("shares: spans that overlap count twice", "reached = stop", "reached = begin"),
+        ("shares: what lies outside of the steps shown counts", "max(start, reached), min(stop, end)", "start, stop"),
+        ("shares: waiting counts as communicating", "(one.start + one.wait, one.end)", "(one.start, one.end)"),
+        ("shares: neither is what is not computed", "covered(computing + waiting + communicating", "covered(computing"),
+    ),
+    *mistakes(
         "visualize/arrows.py",
         "visualize/test_arrows.py",
         ("arrows: the axes with most messages first", "lambda track: (count[", "lambda track: (-count["),
