@@ -75,7 +75,7 @@ help:
 	@echo "make mutants    break the code in each listed place and in 300 random ones, one at a time, and see that a test notices"
 	@echo "make exercises  grade what you have written in chapters/exercises"
 	@echo "make reference  the comparisons with torch and transformers (installs torch)"
-	@echo "make long       the tests that take long: further cases of claims, every chapter on three ranks; 30 minutes on 2 cores"
+	@echo "make long       the tests that take long: further cases of claims, every chapter on three ranks; an hour on 2 cores"
 	@echo "make lint       ruff and mypy"
 	@echo "make notebooks  execute the chapters again"
 	@echo "make site       the chapters, docs and explorers as a static site in out/site (needs Node.js)"
@@ -117,7 +117,7 @@ test: $(VENV)/.test
 quick: $(VENV)/.test
 	$(TWO_AT_A_TIME) $(QUICK) $(PYTEST)
 
-# Steps of a 3D training over threads, each in another order of the threads; `make test` runs 12.
+# Steps of a 3D training over threads, each in another order of the threads; `make test` runs 6.
 test-schedules: $(VENV)/.test
 	MINIPAR_SCHEDULES=1000 $(BIN)/python -m pytest tests/comm/test_thread_schedules.py $(PYTEST)
 

@@ -16,6 +16,8 @@ from launcher import ROOT, run_mpi
 
 from chapters.support.show import headings
 
+pytestmark = pytest.mark.sampled(3)
+
 jupytext = pytest.importorskip("jupytext")
 nbclient = pytest.importorskip("nbclient")
 

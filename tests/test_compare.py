@@ -22,6 +22,8 @@ from minipar.record import Record, measure, strips
 from minipar.train.data import Tokens
 from minipar.train.recording import Recorder
 
+pytestmark = pytest.mark.sampled(3)
+
 TEXT = Tokens(np.random.Generator(np.random.Philox(5)).integers(0, 64, 2000).astype(np.uint8), "random text", 64)
 MODEL = "--layers 4 --hidden 32 --heads 4 --seq-len 8 --vocab-size 64 --global-batch 8 --steps 3 --lr 1e-2"
 LAYOUTS = [
@@ -47,7 +49,7 @@ def record(directory, flags, dtype="float64"):
     return run_local(config.mesh.dp * config.mesh.tp * config.mesh.pp, rank)[0]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("flags", LAYOUTS)
 def test_the_record_of_a_layout_equals_one_devices(flags, dtype, tmp_path):

@@ -10,15 +10,15 @@ from launcher import run_each
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 RUNS = [
     ("ddp", 3, []),  # 8 samples: the ranks' shares differ
-    ("zero", 4, ["1"]),
     ("zero", 3, ["3"]),
     ("tensor", 4, []),
     ("context", 4, []),
     ("expert", 4, []),
     ("pipeline", 2, []),
-    ("resume", 8, []),
 ]
 LONG = [
+    ("zero", 4, ["1"]),
+    ("resume", 8, []),
     ("zero", 4, ["2"]),
     ("zero", 4, ["3", "2"]),  # two replicas of two shards; one device has one
     ("tensor", 4, ["llama"]),

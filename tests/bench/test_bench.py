@@ -77,6 +77,7 @@ def test_pipeline_compares_bubbles_with_their_predictions(ranks, microbatches, r
     assert [row["bubble_closed_form"] for row in rows] == pytest.approx(closed)
 
 
+@pytest.mark.long
 def test_reductions_compares_the_orders_of_sums():
     flags = "--layers 1 --hidden 16 --heads 4 --seq-len 8 --global-batch 4 --tp 2 --repeat 2"
     rows = bench(4, "reductions", *flags.split())

@@ -180,6 +180,7 @@ def test_layouts_gives_time_and_memory_of_each_layout():
     assert one["peak_bytes"] > dp4["peak_bytes"] > zero3["peak_bytes"]
 
 
+@pytest.mark.long
 def test_layouts_prices_messages_with_the_network():
     """Two steps with the same messages: a second for each is seen on the clock, not waited for."""
     flags = "layouts --layers 2 --hidden 16 --heads 4 --seq-len 8 --vocab-size 16 --global-batch 8 --repeat 1"

@@ -23,6 +23,7 @@ def sent():
     return bytes_of_a_run()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_each_mistake_is_noticed_by_its_instrument(name, sent):
     with MISTAKES[name]():

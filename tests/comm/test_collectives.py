@@ -11,6 +11,8 @@ from minipar.comm.algorithms import real_rank, virtual_ranks
 from minipar.comm.traffic import sent
 from minipar.errors import CommunicationError, UsageError
 
+pytestmark = pytest.mark.sampled(2)
+
 RANKS = range(1, 9)
 DTYPES = ["float16", "float32", "float64", "int32", "int64", "uint8", "uint16"]
 

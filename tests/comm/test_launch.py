@@ -237,6 +237,7 @@ def test_launch_with_threads_raises_the_first_exception():
         launch(program, threads=2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "error", "code", "text"),
     [
@@ -358,6 +359,7 @@ if mpirun_is_open_mpi():
     NOT_FOUR_RANKS = "mpirun is MPICH's, but mpi4py loads Open MPI"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("environment", "facts"),
     [

@@ -14,6 +14,7 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import CommunicationError
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", [2, 3, 5])
 @pytest.mark.parametrize(("op", "algorithm"), OURS)
 def test_a_lost_message_of_a_collective_is_named(p, op, algorithm):

@@ -105,6 +105,7 @@ main(program)
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("p", [1, 2, 3, 4, *(pytest.param(p, marks=pytest.mark.long) for p in (5, 8))])
 def test_collectives_over_mpi(p):
     result = run_mpi(p, PROGRAM, timeout=90)

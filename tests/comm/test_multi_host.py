@@ -132,6 +132,7 @@ def start(folder, ranks, per_host, first_line, **env):
     return run_mpi(ranks, STARTS.format(first_line), 60, before=hosts, options=options, env=env)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "end"), [(2, "raise ImportError('here')"), (3, "os._exit(0)"), (4, "os._exit(1)")])
 def test_a_rank_alone_on_its_host_that_never_starts_is_named(machine, tmp_path, ranks, end):
     """And two on one host, where four ranks are dealt to two hosts in turn."""
@@ -140,6 +141,7 @@ def test_a_rank_alone_on_its_host_that_never_starts_is_named(machine, tmp_path, 
     assert done.returncode not in (0, None) and f"minipar: rank {odd} has ended before MPI started" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_ranks_dealt_one_by_one_to_hosts_may_start_late(machine, tmp_path, ranks):
     done = start(tmp_path, ranks, 1, "if rank == '1': time.sleep(3)")

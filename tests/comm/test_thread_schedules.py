@@ -16,8 +16,8 @@ from minipar.comm import run_local
 from minipar.comm.communicator import GENERATORS
 from minipar.errors import CommunicationError
 
-SCHEDULES = int(os.environ.get("MINIPAR_SCHEDULES", "12"))
-BATCH = 4  # schedules per test, all of one layout
+SCHEDULES = int(os.environ.get("MINIPAR_SCHEDULES", "6"))
+BATCH = 2  # schedules per test, all of one layout
 LAYOUTS = [
     Combination((2, 2, 2), "1f1b", sequence=True, microbatches=2, zero=1, clip=True),
     Combination((2, 2, 2), "zbv", microbatches=2, zero=3, clip=True),

@@ -81,7 +81,7 @@ def test_a_csv_is_simulated_or_refused(fuzzed):
     assert 0 < count.succeeded < count.cases
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("content", LARGE, ids=range(len(LARGE)))
 def test_a_large_csv_ends_in_time(content):
     case = schedule_case("a.csv", content, "--json")

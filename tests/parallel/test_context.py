@@ -21,6 +21,8 @@ from minipar.parallel.token_order import ORDERS, ContextParallel, visible
 from minipar.parallel.ulysses import UlyssesAttention
 from minipar.train.trainer import Trainer
 
+pytestmark = pytest.mark.sampled(3)
+
 B, HEADS, SIZE = 2, 8, 4
 RANDOM = np.random.Generator(np.random.Philox(61))
 RANKS = [2, 3, 4, 8]
@@ -211,7 +213,7 @@ def one_device(method):
 MODELS = [(ranks, *way, recompute) for ranks in RANKS for way in WAYS for recompute in (False, True)]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("ranks", "method", "order", "recompute"), MODELS)
 def test_a_model_has_one_devices_loss_and_gradients(ranks, method, order, recompute):
     loss, expected = one_device(method)
@@ -419,7 +421,7 @@ class OnlyOverDp(Trainer):
 MISTAKES = [LossTimesCp, OneHopShort, StaleInBackward, PositionsFromZero, OnlyOverDp]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", [Trainer, OtherRing, *MISTAKES], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("order", ORDERS)
 def test_mistakes_that_others_shipped_are_caught(kind, order):

@@ -13,6 +13,8 @@ from minipar.comm import run_local
 from minipar.nn import SGD, AdamW, Parameter
 from minipar.parallel.parallelize import fully_shard, shard
 
+pytestmark = pytest.mark.sampled(3)
+
 STAGES = [0, 1, 2, 3]
 STEPS = 3
 
@@ -87,6 +89,7 @@ def obvious_script(comm, name, stage, algorithm="ordered", zero_grad=lambda ddp,
     return losses, bits(ddp.state_dict())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", MODELS)
@@ -98,6 +101,7 @@ def test_the_obvious_script_trains_one_devices_bits(name, size, stage):
     assert [outcome[1] for outcome in outcomes] == [state] + [{}] * (size - 1)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("name", MODELS)
 def test_in_a_ring_all_stages_train_the_same_bits(name, size):

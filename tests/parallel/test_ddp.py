@@ -42,6 +42,7 @@ def one_pass(ddp, scale=None):
     return bits(gradient_of(ddp))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("options", [{"bucket_bytes": BUCKET_BYTES}, SMALL_BUCKETS])
 @pytest.mark.parametrize("size", SIZES)

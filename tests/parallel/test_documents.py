@@ -15,6 +15,8 @@ from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.token_order import ALL_ORDERS, ContextParallel, deal_documents, visible_in_documents
 from minipar.parallel.ulysses import UlyssesAttention
 
+pytestmark = pytest.mark.sampled(3)
+
 B, HEADS, SIZE = 3, 4, 4
 RANDOM = np.random.Generator(np.random.Philox(81))
 LENGTHS = [[48], [1, 2, 30, 7, 8], [5, 5, 5, 5, 5, 5, 5, 5, 5, 3]]

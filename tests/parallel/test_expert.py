@@ -27,6 +27,8 @@ from minipar.train.one_device import OneDevice
 from minipar.train.recording import Recorder
 from minipar.train.trainer import Trainer
 
+pytestmark = pytest.mark.sampled(3)
+
 E, H, F = 12, 8, 10  # a layer: experts, hidden, inner size
 RANKS = [1, 2, 3, 4, 6]
 
@@ -172,7 +174,7 @@ def test_it_trains_as_one_device_and_sends_what_is_predicted(layout):
         assert sent == [predicted_traffic(step_layout(config), rank)] * len(sent)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["--dp 4 --ep 2", "--dp 6 --ep 3", "--dp 6 --ep 2", "--dp 3 --cp 2 --ep 6"])
 def test_every_zero_stage_has_the_bits_of_plain_dp(mesh):
     layout = f"{mesh} --global-batch 12 --clip-grad 0.3 --reduction ring --zero-stage"
@@ -259,7 +261,7 @@ def test_a_rank_holds_all_but_experts_and_its_share_of_them(stage):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -15,6 +15,8 @@ from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.parallelize import shard
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
+pytestmark = pytest.mark.sampled(3)
+
 # Six blocks of 2,197 elements; embedding and head, with few tokens, are smaller than a block: 13 * (17 + 8 + 2) = 351.
 BLOCK, ROOT, PSI = 2197, 351, 6 * 2197 + 351
 STAGES = [0, 1, 2, 3]

@@ -11,6 +11,8 @@ from minipar.parallel.placement import elements_of, placement_of
 from minipar.parallel.state import local_part
 from minipar.train.data import Tokens
 
+pytestmark = pytest.mark.sampled(3)
+
 SHAPE = "--layers 4 --hidden 12 --heads 4 --seq-len 8 --vocab-size 11 --dtype float64 --global-batch 12"
 TEXT = Tokens(np.arange(100, dtype=np.uint8) % 11, "0 to 10", 11)
 LAYOUTS = [

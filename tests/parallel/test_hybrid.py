@@ -24,6 +24,8 @@ from minipar.train.one_device import OneDevice, train_on_one_device
 from minipar.train.resume import same_sums
 from minipar.train.trainer import Trainer
 
+pytestmark = pytest.mark.sampled(3)
+
 # Buckets of 3,497 = 13*269 elements and 2,197 = 13^3, which no number of ranks divides.
 SHAPE = "--layers 1 --hidden 13 --heads 1 --seq-len 11 --dtype float64 --weight-decay 0.1 --steps 3 --clip-grad 0.5"
 TOKENS = load_tokens(None, vocab_size=256, seq_len=11)

@@ -13,6 +13,8 @@ from minipar.parallel.placement import Replicate, Shard, elements_of
 from minipar.parallel.state import Cut, Piece, gather_state, join, local_part, owned_pieces
 from minipar.train.data import Tokens
 
+pytestmark = pytest.mark.sampled(3)
+
 SHAPE = "--layers 4 --hidden 12 --heads 4 --seq-len 8 --vocab-size 11 --dtype float64 --global-batch 12"
 TEXT = Tokens(np.arange(100, dtype=np.uint8) % 11, "0 to 10", 11)
 LAYOUTS = [

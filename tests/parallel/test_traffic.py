@@ -22,6 +22,8 @@ from minipar.parallel.traffic import bucket_elements, dp_bytes, end_gathers, pp_
 from minipar.train.config import schedule_of
 from minipar.train.from_config import make_model, step_layout
 
+pytestmark = pytest.mark.sampled(3)
+
 AXES = ("dp", "cp", "tp", "pp")
 SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB}"
 
@@ -73,7 +75,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_sends_on_each_axis_what_was_predicted(name):
     ranks, flags = CASES[name]
@@ -85,7 +87,7 @@ def test_every_rank_sends_on_each_axis_what_was_predicted(name):
 SIXTEEN = [(zero, schedule) for zero in range(4) for schedule in ("1f1b", "interleaved-1f1b", "zbv")]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("zero", "schedule"), SIXTEEN)
 def test_16_ranks_in_three_dimensions(schedule, zero):
     config = Combination((2, 4, 2), schedule, zero % 2 == 1, 4, zero, recompute=zero > 1).config()

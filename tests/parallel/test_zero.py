@@ -34,6 +34,8 @@ from minipar.train.data import load_tokens
 from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
 
+pytestmark = pytest.mark.sampled(3)
+
 # Buckets of 3,497 = 13*269 elements (embedding and head) and 2,197 = 13^3 (a block): no number of ranks divides one.
 SHAPE = "--layers 1 --hidden 13 --heads 1 --seq-len 11 --dtype float64 --weight-decay 0.1 --steps 3"
 TOKENS = load_tokens(None, vocab_size=256, seq_len=11)

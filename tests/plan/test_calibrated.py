@@ -33,6 +33,8 @@ from minipar.plan.rank_bytes import memory
 from minipar.train.settings import ModelConfig
 from minipar.train.trainer import Trainer
 
+pytestmark = pytest.mark.sampled(3)
+
 RECORD = json.loads((Path(__file__).parent / "recorded" / "calibration.json").read_text())
 
 

@@ -198,6 +198,7 @@ def test_experts_are_shared_over_ep(tmp_path, capsys):
     assert visualize(["plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "plan.png")]) == 0
 
 
+@pytest.mark.long
 def test_ep_narrows_the_search_and_goes_over_hosts_if_asked():
     assert {one["ep"] for one in found_plans(**MIXTRAL, ep="1,4", top="50")} == {1, 4}
     narrow = {"tp": "4", "top": "50"}

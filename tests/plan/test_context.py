@@ -27,6 +27,8 @@ from minipar.plan.stages import hop_seconds
 from minipar.plan.step_time import step_time, tied_seconds
 from minipar.train.from_config import step_layout
 
+pytestmark = pytest.mark.sampled(3)
+
 LLAMA = find_model("llama-3-8b")
 LONG = 131_072
 
@@ -67,6 +69,7 @@ def test_bytes_over_cp_are_those_that_a_run_counts(flags):
     assert bytes_of_a_step(config, "cp") == [sent] * ranks_of(config)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_travel_over_dp_and_cp_together(zero):
     """As a run counts them, but for the loss and the norm: an all-reduce of 8 bytes each takes 7/8 n, both ways."""
@@ -78,7 +81,7 @@ def test_gradients_travel_over_dp_and_cp_together(zero):
     assert sent == volume(shape_of(config), one, config.model.seq_len, framework_of(config)).dp
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("length", [32, pytest.param(256, marks=pytest.mark.long)])
 @pytest.mark.parametrize("flags", RUNS)
 def test_memory_is_within_10_percent_of_the_ledger(flags, length):
@@ -190,6 +193,7 @@ def test_steps_that_hide_messages_take_the_predicted_time(flags, flops):
     assert least * measured <= predicted <= most * measured
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("flags", "per_host", "bound"),
     [

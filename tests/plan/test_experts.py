@@ -27,6 +27,8 @@ from minipar.plan.space import SearchSpace, layouts
 from minipar.plan.step_time import step_time
 from minipar.train.from_config import step_layout
 
+pytestmark = pytest.mark.sampled(3)
+
 MIXTRAL = find_model("mixtral-8x7b")
 H100S = Cluster(GPUS["h100"], 64)
 SPACE = SearchSpace(attention="flash", precision=PRECISIONS["bf16"])
@@ -206,7 +208,7 @@ def compared(flops, flags, per_host=8, routing="--experts 4 --top-k 4"):
     return modelled_step(config, cluster), predicted.total
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("flops", [1e9, 1e10, 3e11])
 @pytest.mark.parametrize("flags", ONE_HOST)
 def test_steps_take_the_predicted_time(flags, flops):
@@ -305,6 +307,7 @@ def test_ep_divides_the_ranks_and_stays_in_a_host(space, replicas, near, sizes):
         assert space.expert_sizes(find_model("gpt2"), replicas, near) == [1]
 
 
+@pytest.mark.long
 def test_every_layout_with_ep_divides():
     every = list(layouts(MIXTRAL, H100S, 256, replace(SPACE, zero_replicas=(1, 2)), 4096))
     assert len(set(every)) == len(every)

@@ -110,7 +110,7 @@ ONE_BY_ONE = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", list(ONE_BY_ONE))
 def test_steps_of_mostly_communication_take_the_predicted_time(name):
     bound, given = ONE_BY_ONE[name]

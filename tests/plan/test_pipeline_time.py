@@ -30,6 +30,7 @@ def exactly(one, times, hop=0.0):
     return simulate_exactly(one.schedule, one.pp, one.microbatches, one.virtual_stages, times, hop)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CLOSED)
 def test_the_closed_form_is_the_simulators_makespan(name):
     """1F1B, interleaved, GPipe, naive: equal. ZB-H1, from p microbatches on: never below it, nor 8 % above."""

@@ -282,6 +282,7 @@ def test_what_would_fit_gives_up_one_choice_at_a_time():
         plan(model, a100s(8), 64, 2048, replace(fixed, zero=0, recompute=None))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("gpus", "batch"), [(8, 64), (3, 48)])
 def test_the_gpus_that_would_fit_do_fit(gpus, batch):
     """In full hosts: 3 times 4 GPUs are not hosts of 8, 3 times 8 are."""

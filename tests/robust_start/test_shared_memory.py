@@ -35,6 +35,7 @@ def test_eight_ranks_train_in_dockers_shared_memory(tmp_path):
     assert (result.returncode, result.stderr, left) == (0, "", [])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "size"), [(2, 4 * KIB), (2, 2 * MIB), (2, 3 * MIB), (8, 8 * MIB), (8, 9 * MIB)])
 def test_little_shared_memory_is_enough_or_one_true_line(ranks, size, tmp_path):
     result, left = own_machine.run_alone(tmp_path, ranks, SUM, f"size={size}")
@@ -48,6 +49,7 @@ def test_little_shared_memory_is_enough_or_one_true_line(ranks, size, tmp_path):
     assert left == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [1, 2, 7])
 def test_mpi_takes_as_much_as_the_message_says(ranks, tmp_path):
     taken = """

@@ -23,6 +23,8 @@ from minipar.train.one_device import OneDevice
 from minipar.train.progress import Metrics
 from minipar.train.trainer import Trainer
 
+pytestmark = pytest.mark.sampled(3)
+
 E = 6
 SHAPE = f"--model mixtral --layers 3 --hidden 16 --heads 4 --kv-heads 2 --ffn 12 --seq-len 8 --vocab-size {VOCAB}"
 RUN = f"--experts {E} --top-k 2 --dtype float64 --eps 1e-5 --steps 2 --reduction ordered --weight-decay 0.3"
@@ -246,7 +248,7 @@ LIMITED = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("layout", LIMITED)
 def test_a_device_that_drops_the_same_tokens_is_equal(layout):
     config = config_of(layout, CAPACITY)

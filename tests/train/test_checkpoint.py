@@ -21,6 +21,8 @@ from minipar.train.progress import Metrics
 from minipar.train.resume import same_sums
 from minipar.train.trainer import StepResult, Trainer
 
+pytestmark = pytest.mark.sampled(3)
+
 # Heads that 1, 2 and 4 ranks share, and buckets (6,016; 10,740) and a vocabulary that they do not divide.
 SHAPE = "--layers 4 --hidden 20 --heads 4 --seq-len 8 --vocab-size 257 --dtype float64 --weight-decay 0.1 --dropout 0.1"
 STEPS, SAVED = 4, 2
@@ -104,7 +106,7 @@ def contents(folder, step):
     return {f"{kind}/{name}": checkpoint.array(kind, name) for kind in KINDS for name in checkpoint.shapes}
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
 def test_resuming_under_any_layout_is_never_having_stopped(saved, resumed, never_stopped, tmp_path):
     """To the bit where the layout is the same or adds in the same order; else within the bound of so many steps."""

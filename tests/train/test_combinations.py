@@ -62,6 +62,7 @@ def test_every_layout_meets_every_schedule_and_every_stage():
     assert {(c.layout, c.zero) for c in covering()} == set(itertools.product(layouts, range(4)))
 
 
+@pytest.mark.long
 def test_the_legal_pairs_are_those_of_legal_combinations():
     """On three layouts, by brute force."""
     layouts = [(1, 3, 2), (2, 1, 1), (1, 1, 8)]
@@ -94,7 +95,7 @@ def with_a_new_value(combinations):
 CHOSEN = with_a_new_value(covering())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "combination", [pytest.param(c, marks=() if c in CHOSEN else pytest.mark.long) for c in covering()], ids=str
 )
@@ -147,7 +148,7 @@ main(lambda comm: check_all(comm, {combinations!r}))
     assert [line.split()[0] for line in lines] == ["equal"] * len(combinations)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks", [ranks if ranks < 4 else pytest.param(ranks, marks=pytest.mark.long) for ranks in JOBS]
 )

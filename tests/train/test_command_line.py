@@ -58,6 +58,7 @@ def test_any_number_of_ranks_equals_one_device_bit_for_bit(ranks):
     assert f"verify: {ranks} rank" in result.stdout and "= 1 device, bit for bit" in result.stdout
 
 
+@pytest.mark.long
 def test_ranks_in_a_ring_equal_one_device_within_the_bound():
     result = run_mpi(4, [*TRAIN, *PROOF, "--dp", "4", "--reduction", "ring"], timeout=120)
     assert result.returncode == 0, result.stderr
@@ -110,6 +111,7 @@ def test_a_memory_limit_refuses_a_stage_and_names_the_next():
     assert "verify: 3 ranks = 1 device, bit for bit" in trained.stdout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_a_gpt2_directory_trains_on_from_its_weights(stage, tmp_path):
     model = GPT(GPTConfig(300, 32, 16, 2, 4), seed=9, dtype="float64")
@@ -208,6 +210,7 @@ def test_bad_input_is_one_line_and_exit_code_2_soon(name, refusals):
     assert len(lines) == 1 and lines[0].startswith("minipar: error: ") and message in lines[0], result.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["an unknown flag", "a missing data file"])
 def test_the_exit_code_of_a_refusal_is_mpiruns(name, bad_files):
     ranks, flags, message = BAD_INPUT[name]

@@ -16,6 +16,8 @@ from minipar.train.data import SAMPLES, Tokens, hold_out, load_tokens
 from minipar.train.evaluate import DIGITS, validation_loss
 from minipar.train.trainer import Trainer
 
+pytestmark = pytest.mark.sampled(3)
+
 SHAPE = "--layers 4 --hidden 24 --heads 4 --seq-len 8 --global-batch 24 --steps 2 --eps 1e-5 --dropout 0.1"
 FLAGS = f"{SHAPE} --dtype float64 --reduction ordered --eval-every 1"
 TEXT = Tokens(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000], "a text", 256)

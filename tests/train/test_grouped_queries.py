@@ -18,6 +18,8 @@ from minipar.train.progress import write_export
 from minipar.train.trainer import Trainer
 from minipar.train.verify import same_on_all_ranks
 
+pytestmark = pytest.mark.sampled(3)
+
 SHAPE = f"--model llama --layers 2 --hidden 32 --heads 8 --ffn 24 --seq-len 8 --vocab-size {VOCAB}"
 RUN = f"--global-batch 4 --dtype float64 --steps {STEPS} --eps 1e-4 --weight-decay 0.1 --clip-grad 0.5"
 MIXTRAL = "--model mixtral --experts 4 --top-k 2"

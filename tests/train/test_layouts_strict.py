@@ -15,6 +15,8 @@ from minipar.comm import run_local
 from minipar.train.data import load_tokens
 from minipar.train.verify import Verifier
 
+pytestmark = pytest.mark.sampled(3)
+
 SHAPE = "--layers 4 --hidden 16 --heads 2 --seq-len 8 --vocab-size 257 --global-batch 8 --steps 2 --dtype float64"
 CASES = [
     (2, "--layers 1 --tp 2 --global-batch 4 --clip-grad 1"),

@@ -57,7 +57,7 @@ def matrix():
     }
 
 
-EVERY = 11  # each eleventh cell in `make test`, the others in `make long`
+EVERY = 6  # each sixth cell in `make test`, the others in `make long`
 
 
 @pytest.mark.sampled(EVERY)

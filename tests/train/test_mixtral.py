@@ -18,6 +18,8 @@ from minipar.train.config import parse, with_shape
 from minipar.train.from_config import make_model
 from minipar.train.progress import describe, write_export
 
+pytestmark = pytest.mark.sampled(3)
+
 SHAPE = "--model mixtral --layers 2 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --experts 4 --top-k 2 --seq-len 8"
 SHAPE += f" --vocab-size {VOCAB}"
 RUN = "--global-batch 4 --microbatches 2 --dtype float64 --steps 2 --eps 1e-5 --reduction ordered"
@@ -129,6 +131,7 @@ def test_an_exported_mixtral_is_the_trained_one(flags, tmp_path):
     assert (again.model, again.experts, again.top_k, again.ffn) == ("mixtral", 4, 2, 20)
 
 
+@pytest.mark.long
 def test_a_mixtral_trains_resumes_and_exports_under_mpirun(tmp_path):
     flags = f"{SHAPE} --vocab-size 256 {RUN} --pp 2 --verify --save {tmp_path / 'c'} --record {tmp_path / 'r'}"
     first = run_mpi(4, ["-m", "minipar.train", *flags.split(), "--export", str(tmp_path / "e"), "--steps", "1"])

@@ -17,6 +17,8 @@ from minipar.train.evaluate import validation_loss
 from minipar.train.from_config import step_layout
 from minipar.train.one_device import OneDevice
 
+pytestmark = pytest.mark.sampled(3)
+
 VOCAB, SEPARATOR = 16, 5
 LETTERS = np.random.Generator(np.random.Philox(91)).integers(0, VOCAB, 1200)
 LETTERS[100:124] = SEPARATOR  # samples without any target

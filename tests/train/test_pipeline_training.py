@@ -19,6 +19,8 @@ from minipar.train.data import load_tokens
 from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
 
+pytestmark = pytest.mark.sampled(3)
+
 SHAPE = "--layers 8 --hidden 16 --heads 2 --seq-len 8 --steps 3 --dtype float64 --reduction ordered"
 TOKENS = load_tokens(None, vocab_size=256, seq_len=8)
 
@@ -58,7 +60,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     ("size", "flags"), [pytest.param(*case, marks=pytest.mark.long) if case[0] == 8 else case for case in CASES]
 )
@@ -70,7 +72,7 @@ def test_every_schedule_trains_one_devices_bits(schedule, size, flags):
     assert_one_devices_bits(size, f"{flags} --schedule {schedule}")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("schedule", "microbatches"), [*product(["1f1b", "zb-h1", "zbv"], [1, 5, 16])])
 def test_any_number_of_microbatches(schedule, microbatches):
     flags = f"--pp 3 --global-batch {microbatches} --microbatches {microbatches} --schedule {schedule}"

@@ -241,6 +241,7 @@ IGNORED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("flag", IGNORED)
 def test_a_flag_that_the_trainer_ignores_is_found(flag, directory):
     choices = enumerate(covering())

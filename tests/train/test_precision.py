@@ -27,6 +27,8 @@ from minipar.train.evaluate import validation_loss
 from minipar.train.from_config import step_layout
 from minipar.train.resume import continued, find_checkpoint
 
+pytestmark = pytest.mark.sampled(3)
+
 SHAPE = f"--layers 4 --hidden 12 --heads 2 --seq-len 8 --vocab-size {VOCAB} --global-batch 8 --steps 3 --lr 1e-2"
 LAYOUTS = [
     "--dp 2",
@@ -115,6 +117,7 @@ def test_activations_of_2_bytes_send_half():
     assert sums == four / 2 and two == four * (2 * 2 + 2 * 4) // (4 * 4)  # keys and values twice, their gradients' sums
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("sums", "width"), [("bf16", 16), ("fp32", 18)])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("stage", range(4))

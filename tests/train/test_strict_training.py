@@ -18,6 +18,8 @@ from minipar.comm import serial
 from minipar.nn import GPT, SGD, AdamW, GPTConfig, clip_grad_norm
 from minipar.train.data import load_tokens
 
+pytestmark = pytest.mark.sampled(3)
+
 CONFIG = GPTConfig(vocab_size=17, n_positions=8, n_embd=16, n_layer=2, n_head=2)
 RANDOM = np.random.Generator(np.random.Philox(8))
 TOKENS = RANDOM.integers(0, 17, (3, 4, 9))

@@ -19,6 +19,8 @@ from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
 from minipar.train.verify import Verifier
 
+pytestmark = pytest.mark.sampled(3)
+
 SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-len 8 --steps 3 --dtype float64"
 TOKENS = load_tokens(None, vocab_size=256, seq_len=8)
 

@@ -293,7 +293,7 @@ def differs(flags: str = ALL_AXES) -> bool:
     return trained(config, TEXT) != trained(config_for(f"{MODELS[0]}", 2), TEXT)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", PLANTED)
 def test_another_order_is_seen(monkeypatch, name):
     monkeypatch.setattr(*PLANTED[name])

@@ -21,6 +21,8 @@ from minipar.train.rounding import MOVED, ROUNDINGS, GradientCheck, quantities
 from minipar.train.trainer import Trainer
 from minipar.train.verify import Verifier, verify
 
+pytestmark = pytest.mark.sampled(2)
+
 TEXT = Tokens(np.random.Generator(np.random.Philox(6)).integers(0, 61, 900).astype(np.uint8), "random text", 61)
 SHAPE = "--layers 4 --hidden 16 --heads 4 --seq-len 8 --vocab-size 61 --global-batch 8"
 LAYOUTS = [
@@ -70,6 +72,7 @@ def test_every_mistake_fails_in_the_first_and_300th_step(layout, dtype, step, af
         assert passed or line.startswith(f"verify: FAILED: after step {step} of {step}: "), line
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flags", ["--tp 2 --lr 0.1", "--cp 2 --model mixtral --experts 4 --top-k 1 --lr 0.03"])
 def test_the_bound_is_the_same_after_any_number_of_steps(flags):
     """With large steps, in which a training amplifies rounding; the router's gradient is zero but for rounding."""

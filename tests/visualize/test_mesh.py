@@ -18,6 +18,8 @@ from visualize.__main__ import main
 from visualize.mesh import AXES, BOX, LOOKS, THINNEST, WIDEST, layout
 from visualize.style import byte_label, lightness
 
+pytestmark = pytest.mark.sampled(3)
+
 ELEMENTS = {"tp": 1000, "dp": 501, "pp": 37}  # of the array that each axis sums, float64; not all divide
 
 CUBE = {"pp": 2, "dp": 2, "tp": 2}

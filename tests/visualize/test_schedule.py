@@ -18,6 +18,8 @@ from visualize.boxes import DIGIT_WIDTH, KINDS, chunks, fitting, legend_handles,
 from visualize.schedule import NAMES, bubble_text, facts, sizes_text
 from visualize.style import COLOURS, at_lightness, lightness
 
+pytestmark = pytest.mark.sampled(3)
+
 RATE = ", none from a rank's first to its last action"  # Zero Bubble's way of counting
 
 

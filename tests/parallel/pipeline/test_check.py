@@ -348,6 +348,7 @@ def test_the_csv_is_pytorchs_a_row_per_rank_a_cell_per_step(tmp_path):
     assert text(schedule(*WITH_MESSAGES)) == "".join(row.replace(" ", ",") + "\n" for row in WITH_MESSAGES)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", SOME, ids=lambda case: "-".join(map(str, case)))
 def test_every_schedule_comes_back_from_its_csv(case, tmp_path):
     for mine in (make(*case), lower(make(*case))):

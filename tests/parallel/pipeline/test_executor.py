@@ -21,6 +21,8 @@ from minipar.parallel.pipeline.schedule_file import load_csv, save_csv
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage
 
+pytestmark = pytest.mark.sampled(3)
+
 # Schedule, ranks, microbatches, layers, stages per rank: fewer microbatches than ranks, more, as many, not a multiple;
 # as many layers as stages, a few more (uneven stages), many more.
 CASES = [
@@ -43,7 +45,7 @@ def name_of(case):
     return "-".join(str(part) for part in case if part is not None)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_gradient_has_one_devices_bits(case):
     name, p, m, layers, v = case

@@ -109,6 +109,7 @@ def test_other_channels_and_lists_without_messages_are_refused():
 # ---- minipar's own schedules -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_lower_costs_nothing_if_messages_take_no_time(name):
     """With F = I = W, whose order `lower` takes."""

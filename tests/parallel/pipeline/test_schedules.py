@@ -16,6 +16,8 @@ from minipar.parallel.pipeline.actions import Durations, Schedule, parse_action,
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 
+pytestmark = pytest.mark.sampled(3)
+
 SIZES = (1, 2, 3, 4, 5, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
 EQUAL = Durations(1, 1, 1)

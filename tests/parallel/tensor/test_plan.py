@@ -40,6 +40,8 @@ from minipar.parallel.tensor.plan import check_shape, tensor_parallel
 from minipar.train.data import Tokens
 from minipar.train.one_device import train_on_one_device
 
+pytestmark = pytest.mark.sampled(3)
+
 # ---- one forward and backward ----------------------------------------------------------------------------------------
 
 
@@ -125,7 +127,7 @@ def test_with_biases_that_are_not_zero_every_array_is_within_it(tp, sequence, tm
         assert relative_difference(state[name], array) <= bound("float64", 1), name
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("steps", "eps", "extra"), [(1, EPS, "--recompute full"), (20, 1e-8, "--dropout 0.1")])
 @pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
 def test_tensor_parallel_training_is_one_devices_within_bound(tp, sequence, steps, eps, extra):

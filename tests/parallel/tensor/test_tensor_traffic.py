@@ -9,6 +9,8 @@ from minipar.memory import MemoryLedger
 from minipar.nn import DropoutKeys, dropping
 from minipar.parallel.tensor.plan import tensor_parallel
 
+pytestmark = pytest.mark.sampled(3)
+
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
