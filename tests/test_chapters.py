@@ -16,8 +16,6 @@ from launcher import ROOT, run_mpi
 
 from chapters.support.show import headings
 
-pytestmark = pytest.mark.sampled(3)
-
 jupytext = pytest.importorskip("jupytext")
 nbclient = pytest.importorskip("nbclient")
 

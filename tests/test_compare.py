@@ -22,8 +22,6 @@ from minipar.record import Record, measure, strips
 from minipar.train.data import Tokens
 from minipar.train.recording import Recorder
 
-pytestmark = pytest.mark.sampled(3)
-
 TEXT = Tokens(np.random.Generator(np.random.Philox(5)).integers(0, 64, 2000).astype(np.uint8), "random text", 64)
 MODEL = "--layers 4 --hidden 32 --heads 4 --seq-len 8 --vocab-size 64 --global-batch 8 --steps 3 --lr 1e-2"
 LAYOUTS = [

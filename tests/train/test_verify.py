@@ -21,8 +21,6 @@ from minipar.train.rounding import MOVED, ROUNDINGS, GradientCheck, quantities
 from minipar.train.trainer import Trainer
 from minipar.train.verify import Verifier, verify
 
-pytestmark = pytest.mark.sampled(2)
-
 TEXT = Tokens(np.random.Generator(np.random.Philox(6)).integers(0, 61, 900).astype(np.uint8), "random text", 61)
 SHAPE = "--layers 4 --hidden 16 --heads 4 --seq-len 8 --vocab-size 61 --global-batch 8"
 LAYOUTS = [

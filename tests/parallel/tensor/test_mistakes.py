@@ -17,8 +17,6 @@ from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import PLAN
 from minipar.train.trainer import Trainer
 
-pytestmark = pytest.mark.sampled(3)
-
 
 def verdicts(flags="--global-batch 4 --steps 2", **layout):
     return [(verdict.passed, verdict.line) for *_, verdict, _ in train(flags, **layout)]
