@@ -9,7 +9,6 @@ import sys
 import time
 
 import numpy as np
-import pytest
 from launcher import interrupt_mpi, kill_mpi, run_mpi
 from training import config_for, open_checkpoint, trainer_for
 
@@ -117,7 +116,6 @@ def test_a_run_killed_at_any_moment_goes_on_bit_for_bit(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == [f"step-{before + i:08d}" for i in (2, 3)]
 
 
-@pytest.mark.long
 def test_one_command_continues_on_the_ranks_that_are_left(tmp_path):
     """4 ranks, of which one is killed, then 3, of which one is killed, then 2: the run of one device, within bounds."""
     folder, metrics = tmp_path / "run", tmp_path / "m.jsonl"
