@@ -3,8 +3,6 @@
 Every constant is here, with its source or marked as an assumption.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf

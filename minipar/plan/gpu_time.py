@@ -1,7 +1,5 @@
 """Seconds of computation of one microbatch on a GPU, from its data sheet and the assumptions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minipar.plan.cluster import Cluster, ComputeTime

@@ -7,8 +7,6 @@ that training needs. *Hardware* FLOPs include recomputation (Chowdhery et al. 20
 2204.02311, appendix B; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass, replace
@@ -112,11 +110,7 @@ class ModelShape:
         """
         return self.heads // tp, max(1, self.groups // tp)
 
-    def copies(self, tp: int) -> int:
-        """Return how many tp ranks hold each head of keys and values: more than one if the ranks are more."""
-        return max(1, tp // self.groups)
-
-    def with_copies(self, tp: int) -> ModelShape:
+    def with_copies(self, tp: int) -> "ModelShape":
         """Return the model of whose layers a tp rank holds 1/tp: with a head of keys for each rank, at least."""
         return self if self.groups >= min(tp, self.heads) else replace(self, kv_heads=tp)
 

@@ -1,7 +1,5 @@
 """The makespan of a pipeline schedule: simulated, or in the closed form that a search uses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

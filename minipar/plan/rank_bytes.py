@@ -5,12 +5,11 @@ Model state: Rajbhandari et al. 2020 (parallel/memory.py). Activations: Korthika
 activations, one-byte dropout masks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from minipar.parallel.memory import model_state
+from minipar.parallel.tensor.plan import kv_copies
 from minipar.parallel.traffic import cp_elements
 from minipar.plan.layout import MEGATRON, Activations, Framework, Layout
 from minipar.plan.model import ModelShape
@@ -48,17 +47,6 @@ def layer_state(model: ModelShape, tp: int, ep: int) -> int:
     return -(-dense // tp) + whole + layer_experts(model, tp, ep)
 
 
-def rank_experts(model: ModelShape, layout: Layout) -> int:
-    """Return those of `rank_parameters` that not all ranks of dp x cp have: experts, where ep >
-    1.
-    """
-    return (
-        layout.layers_per_rank(model) * layer_experts(model, layout.tp, layout.ep)
-        if layout.ep > 1
-        else 0
-    )
-
-
 def rank_parameters(model: ModelShape, layout: Layout) -> int:
     """Return the parameters of the first pipeline rank, which has most; without a pipeline of every
     rank.
@@ -75,6 +63,16 @@ def rank_parameters(model: ModelShape, layout: Layout) -> int:
             0 if model.tied else embedding_rows(model, layout.tp)
         )
     return parameters
+
+
+def rank_buckets(model: ModelShape, layout: Layout) -> list[tuple[int, int]]:
+    """Return (parameters of the rank, ranks over which ZeRO shards them): of experts if ep > 1, and
+    of all else.
+    """
+    psi, experts = rank_parameters(model, layout), 0
+    if layout.ep > 1:
+        experts = layout.layers_per_rank(model) * layer_experts(model, layout.tp, layout.ep)
+    return [(psi - experts, layout.shards), (experts, layout.expert_shards)]
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -156,39 +154,26 @@ def in_flight_last(layout: Layout) -> Fraction | int:
 def memory(
     model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON
 ) -> Memory:
-    """Return the peak memory of the rank that needs most."""
-    state = rank_state(model, layout, framework)
-    activations, peak = kept_activations(model, layout, length, framework.kept)
-    return Memory(
-        parameters=state.parameters,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
-        activations=activations,
-        buffers=framework.overhead
-        + peak
-        - activations
-        + moment_buffers(model, layout, length, framework.kept),
-    )
-
-
-def rank_state(model: ModelShape, layout: Layout, framework: Framework) -> Memory:
-    """Return the bytes of parameters, gradients and optimizer state of the first pipeline rank.
+    """Return the peak memory of the rank that needs most.
 
     Where gradients are reduced after each microbatch (Framework.every_microbatch), no rank keeps
     whole gradients from ZeRO stage 2 on, as in DeepSpeed. Otherwise microbatches accumulate in
     whole gradients next to the rank's shard.
     """
-    psi, experts = rank_parameters(model, layout), rank_experts(model, layout)
-    own = Fraction(psi - experts, layout.shards) + Fraction(experts, layout.expert_shards)
+    psi = rank_parameters(model, layout)
+    own = sum(Fraction(elements, ranks) for elements, ranks in rank_buckets(model, layout))
     accumulating = layout.microbatches > 1 and not framework.every_microbatch
     state = model_state(psi, own, layout.zero, layout.precision, accumulating)
-    copied = own if layout.zero >= 2 else psi
+    copied = framework.gradient_copy * float(own if layout.zero >= 2 else psi)
+    kept = framework.kept
+    activations, peak = kept_activations(model, layout, length, kept)
+    moment = moment_buffers(model, layout, length, kept)
     return Memory(
         parameters=float(state.parameters),
-        gradients=float(state.gradients) + framework.gradient_copy * float(copied),
+        gradients=float(state.gradients) + copied,
         optimizer=float(state.optimizer),
-        activations=0.0,
-        buffers=0.0,
+        activations=activations,
+        buffers=framework.overhead + peak - activations + moment,
     )
 
 
@@ -306,36 +291,33 @@ def volume(
     parallel/traffic.py has minipar's traffic to the byte; these are the papers' formulas.
     """
     t, s, q, m = layout.tp, layout.shards, layout.zero_replicas, layout.microbatches
-    hidden = layout.tokens(length) * model.hidden * layout.precision.parameters
-    sums = 12 if layout.recompute == "full" else 8
-    tp = Fraction(sums * hidden * (t - 1), t) * m * layout.layers_per_rank(model)
-    copied, copies = 2 * model.hidden * kv_columns(model, t), model.copies(t)
-    copied *= layout.layers_per_rank(model) * layout.precision.gradients
-    tp += Fraction(2 * copied * (copies - 1), copies)
+    precision, layers = layout.precision, layout.layers_per_rank(model)
+    forwards = 2 if layout.recompute == "full" else 1  # of a layer, for each backward
+    hidden = layout.tokens(length) * model.hidden * precision.parameters
+    tp = ring(4 * (forwards + 1) * hidden, t) * m * layers
+    copied = 2 * model.hidden * kv_columns(model, t) * precision.gradients
+    tp += ring(2 * copied, kv_copies(model.groups, t)) * layers
     pp = Fraction(0)
     if layout.pp > 1:
         slices = t if framework.scattered_hops else layout.sequence_slices
         pp = Fraction(2 * hidden, slices) * m * layout.stages_per_rank
-    reductions = m if framework.every_microbatch else 1
-    gathers, reductions = {0: (0, 2), 1: (1, 1), 2: (1, reductions), 3: (2 * m, reductions)}[
-        layout.zero
-    ]
-    width = gathers * layout.precision.parameters + reductions * layout.precision.gradients
-    psi, experts = rank_parameters(model, layout), rank_experts(model, layout)
-    dp = Fraction(width * (psi - experts) * (s - 1), s)
-    dp += Fraction(width * experts * (layout.expert_shards - 1), layout.expert_shards)
-    across = Fraction(2 * reductions * layout.precision.gradients * psi * (q - 1), s * q)
+    each = m if framework.every_microbatch else 1
+    gathers, reductions = {0: (0, 2), 1: (1, 1), 2: (1, each), 3: (2 * m, each)}[layout.zero]
+    width = gathers * precision.parameters + reductions * precision.gradients
+    dp = sum(ring(width * elements, d) for elements, d in rank_buckets(model, layout))
+    across = 2 * reductions * precision.gradients * rank_parameters(model, layout)
+    dp += ring(across, q) / s
     columns = model.hidden // t, kv_columns(model, t)
     moved, summed = cp_elements(layout.context_parallel, layout.cp, layout.tokens(length), *columns)
-    moved *= 3 if layout.recompute == "full" else 2
-    cp = (
-        Fraction((moved + summed) * layout.precision.parameters) * m * layout.layers_per_rank(model)
-    )
+    cp = Fraction((moved * (forwards + 1) + summed) * precision.parameters) * m * layers
     rows, counts = expert_bytes(model, layout, length)
-    forwards = 2 if layout.recompute == "full" else 1
-    ep = Fraction((2 * rows * (forwards + 1) + counts * forwards) * (layout.ep - 1), layout.ep)
-    ep *= m * layout.layers_per_rank(model)
-    return Volume(tp=tp, pp=pp, dp=dp + across, cp=cp, ep=ep)
+    ep = ring(2 * rows * (forwards + 1) + counts * forwards, layout.ep) * m * layers
+    return Volume(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep)
+
+
+def ring(nbytes: int, ranks: int) -> Fraction:
+    """Return what each rank of a ring sends in an all-gather or a reduce-scatter of so many bytes."""
+    return Fraction(nbytes * (ranks - 1), ranks)
 
 
 def expert_bytes(model: ModelShape, layout: Layout, length: int) -> tuple[int, int]:

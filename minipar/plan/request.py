@@ -1,14 +1,11 @@
 """A user's question to the planner, and the assumptions of its answer in sentences."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from minipar.plan.cluster import Cluster
 from minipar.plan.layout import PRECISIONS
-from minipar.plan.model import MOST, ModelShape
+from minipar.plan.model import MOST
 from minipar.plan.programs import Evidence
-from minipar.plan.space import SearchSpace
+from minipar.plan.space import Question
 
 CONTEXT = (
     "cp: the ring's messages hide behind the products of its steps, but for the last one; gathers and all-to-alls are "
@@ -21,20 +18,15 @@ EXPERTS = (
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Question):
     """The question that a user asked; `name`, `gpu` and `program` are the names as the user wrote
     them.
     """
 
     name: str
-    model: ModelShape
     gpu: str
     program: str
     evidence: Evidence
-    cluster: Cluster
-    global_batch: int
-    length: int
-    space: SearchSpace
 
     @property
     def precision(self) -> str:

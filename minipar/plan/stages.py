@@ -2,8 +2,6 @@
 dp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -93,10 +91,7 @@ class Stages:
 
     def forward_passes(self, units: Sequence[UnitTime]) -> list[UnitPass]:
         """Return the forward passes of these units."""
-        return [
-            UnitPass(seconds=unit.forward, gather=unit.gather if self.gathers else 0.0)
-            for unit in units
-        ]
+        return [UnitPass(seconds=unit.forward, gather=unit.gather) for unit in units]
 
     def backward_passes(self, units: Sequence[UnitTime], reduces: bool = False) -> list[UnitPass]:
         """Return the backward passes of these units, last unit first; with `reduces` they send
@@ -111,7 +106,7 @@ class Stages:
             seconds = unit.backward_weight + (
                 0.0 if self.layout.splits_backward else unit.backward_input
             )
-            reads = self.gathers and not self.layout.splits_backward and unit is self.units.layer
+            reads = unit is self.units.layer and not self.layout.splits_backward
             passes.append(
                 UnitPass(
                     seconds=seconds + (unit.partial if reduces else 0.0),
@@ -149,7 +144,7 @@ class Stages:
         if (
             self.reduces_each_microbatch
         ):  # reductions continue during the next action, but do not pile up
-            sent = sum(unit.reduce + (unit.gather if self.gathers else 0.0) for unit in units)
+            sent = sum(unit.reduce + unit.gather for unit in units)
             sent = max(sent, sum(unit.across for unit in units))
             inputs = max(inputs, sent - weights)
         wait = messages * self.hop_wait
@@ -237,29 +232,14 @@ class Stages:
         after the update.
         """
         m, units = self.layout.microbatches, [unit for s in stages for unit in self.units_of(s)]
-        seconds = sum(unit.reduce + unit.across for unit in units) * (
-            m if self.reduces_each_microbatch else 1
-        )
-        if self.gathers:
-            seconds += (
-                sum(unit.gather * (2 if unit is self.units.layer else 1) for unit in units) * m
-            )
-        return seconds
+        reductions = m if self.reduces_each_microbatch else 1
+        reduced = sum(unit.reduce + unit.across for unit in units) * reductions
+        gathers = sum(unit.gather * (2 if unit is self.units.layer else 1) for unit in units)
+        return reduced + gathers * m
 
     def refresh_seconds(self) -> float:
         """Return the seconds of the gather of updated parameters (ZeRO stages 1 and 2), on the rank
         with most.
         """
-        if self.layout.zero not in (1, 2):
-            return 0.0
-        ranks = []
-        for stages in self.ranks:
-            units = [unit for s in stages for unit in self.units_of(s)]
-            ranks.append(
-                sum(
-                    unit.gather
-                    for unit in units
-                    if self.layout.pp > 1 or unit is not self.units.head
-                )
-            )
-        return max(ranks)
+        ranks = [[unit for s in stages for unit in self.units_of(s)] for stages in self.ranks]
+        return max(sum(unit.refresh for unit in units) for units in ranks)

@@ -6,8 +6,6 @@ A stage is a sequence of units (compute.py, stages.py). The schedule's simulator
 the rest after its last backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
