@@ -88,16 +88,9 @@ class UnitTimes:
     update: float
 
 
-def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
-    """Return the times of a layout's units. They depend on its schedule only in whether it splits
-    backward.
-    """
-    schedule = "zb-h1" if layout.splits_backward else "1f1b"
-    return _unit_times(model, replace(layout, virtual_stages=1, schedule=schedule), cluster, length)
-
-
 @cache
-def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
+def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
+    """Return the times of a layout's units."""
     buckets = rank_buckets(model, layout)
     # Updated on this rank.
     parameters = sum(elements / (ranks if layout.zero else 1) for elements, ranks in buckets)

@@ -57,7 +57,10 @@ class Stages:
 
     def __init__(self, model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> None:
         self.layout = layout
-        self.units = unit_times(model, layout, cluster, length)
+        # The units of a microbatch depend on the schedule only in whether it splits backward.
+        schedule = "zb-h1" if layout.splits_backward else "1f1b"
+        alike = replace(layout, virtual_stages=1, schedule=schedule)
+        self.units = unit_times(model, alike, cluster, length)
         self.layers = layers_of_stages(model, layout, cluster.framework.balanced_stages, length)
         self.last = len(self.layers) - 1
         self.ranks: list[list[int]] = [[] for _ in range(layout.pp)]
@@ -79,15 +82,13 @@ class Stages:
             units.append(self.units.head)
         return units
 
+    def units_on(self, stages: Sequence[int]) -> list[UnitTime]:
+        """Return the units of a rank's stages."""
+        return [unit for s in stages for unit in self.units_of(s)]
+
     def busiest_rank(self) -> list[int]:
         """Return the stages of the pipeline rank that computes most."""
-        ends = dict.fromkeys(range(self.last + 1), 0.0)
-        ends[0] += self.units.embedding.seconds
-        ends[self.last] += self.units.head.seconds
-        layer = self.units.layer.seconds
-        return max(
-            self.ranks, key=lambda stages: sum(self.layers[s] * layer + ends[s] for s in stages)
-        )
+        return max(self.ranks, key=lambda rank: sum(unit.seconds for unit in self.units_on(rank)))
 
     def forward_passes(self, units: Sequence[UnitTime]) -> list[UnitPass]:
         """Return the forward passes of these units."""
@@ -115,12 +116,11 @@ class Stages:
                     across=unit.across if reduces else 0.0,
                 )
             )
-        if not self.hides_reductions:
-            together = {
-                name: sum(getattr(one, name) for one in passes) for name in ("reduce", "across")
-            }
-            earlier = [replace(one, reduce=0.0, across=0.0) for one in passes[:-1]]
-            passes = [*earlier, replace(passes[-1], **together)]
+        if self.hides_reductions:
+            return passes
+        reduce, across = sum(one.reduce for one in passes), sum(one.across for one in passes)
+        passes = [replace(one, reduce=0.0, across=0.0) for one in passes]
+        passes[-1] = replace(passes[-1], reduce=reduce, across=across)
         return passes
 
     def stage_time(self, units: Sequence[UnitTime], messages: int = 1) -> StageTime:
@@ -160,12 +160,8 @@ class Stages:
         """
         *forward, head_forward = self.forward_passes(self.units_of(0))
         head_backward, *backward = self.backward_passes(self.units_of(0), reduces)
-        head = UnitPass(
-            seconds=head_forward.seconds + head_backward.seconds,
-            gather=head_forward.gather,
-            reduce=head_backward.reduce,
-            across=head_backward.across,
-        )
+        seconds = head_forward.seconds + head_backward.seconds
+        head = replace(head_backward, seconds=seconds, gather=head_forward.gather)
         return [*forward, head, *backward]
 
     def without_pipeline(self) -> float:
@@ -231,7 +227,7 @@ class Stages:
         """Return the seconds of all collectives over dp in a step of a rank, except for the gather
         after the update.
         """
-        m, units = self.layout.microbatches, [unit for s in stages for unit in self.units_of(s)]
+        m, units = self.layout.microbatches, self.units_on(stages)
         reductions = m if self.reduces_each_microbatch else 1
         reduced = sum(unit.reduce + unit.across for unit in units) * reductions
         gathers = sum(unit.gather * (2 if unit is self.units.layer else 1) for unit in units)
@@ -241,5 +237,4 @@ class Stages:
         """Return the seconds of the gather of updated parameters (ZeRO stages 1 and 2), on the rank
         with most.
         """
-        ranks = [[unit for s in stages for unit in self.units_of(s)] for stages in self.ranks]
-        return max(sum(unit.refresh for unit in units) for units in ranks)
+        return max(sum(unit.refresh for unit in self.units_on(rank)) for rank in self.ranks)

@@ -98,7 +98,7 @@ def _passes(stages: Stages, busiest: Sequence[int], tied: float, exact: bool) ->
     Divide what the makespan has more than computation, tp, cp and ep: messages first, gathers over
     dp, then the bubble. A part is 0 where rounding, or a closed form, leaves less than that.
     """
-    m, units = stages.layout.microbatches, [unit for s in busiest for unit in stages.units_of(s)]
+    m, units = stages.layout.microbatches, stages.units_on(busiest)
     tp, cp, ep = (m * sum(getattr(unit, axis) for unit in units) for axis in ("tp", "cp", "ep"))
     compute = m * sum(unit.seconds for unit in units) - tp - cp - ep
     parts = partial(StepTime, compute=compute, tp=tp, cp=cp, ep=ep, optimizer=0.0)

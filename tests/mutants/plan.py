@@ -77,11 +77,7 @@ MUTANTS = [
     *mistakes(
         "minipar/plan/rank_bytes.py",
         "plan/test_experts.py",
-        (
-            "bytes: ZeRO shards experts as all else",
-            "(experts, layout.expert_shards)]",
-            "(experts, layout.shards)]",
-        ),
+        ("bytes: ZeRO shards experts as all else", "(experts, layout.expert_shards)]", "(experts, layout.shards)]"),
         ("bytes: a token has one row", "rows = model.top_k * layout.tokens(length)", "rows = layout.tokens(length)"),
     ),
     *mistakes(
