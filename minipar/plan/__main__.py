@@ -170,6 +170,7 @@ def read_request(args: argparse.Namespace) -> Request:
         name=printable(args.model),
         gpu=printable(args.gpu),
         program=printable(args.program),
+        spread=program.spread,
         evidence=program.evidence,
     )
 

@@ -84,16 +84,17 @@ def simulated(
     Beyond 2p microbatches each further group of p takes the same time, so a long step is simulated
     at two lengths and extended.
     """
-    p, m, times = layout.pp, layout.microbatches, tuple(stages)
-    short = 2 * p + m % p
+    p, m, v, times = layout.pp, layout.microbatches, layout.virtual_stages, tuple(stages)
     if simulated_actions(layout) > MOST_ACTIONS:
         return None
+
+    def of(microbatches: int) -> SimulatedPipeline:
+        return simulate_exactly(layout.schedule, p, microbatches, v, times, hop)
+
+    short = 2 * p + m % p
     if m <= short + p:
-        return simulate_exactly(layout.schedule, p, m, layout.virtual_stages, times, hop)
-    first, second = (
-        simulate_exactly(layout.schedule, p, n, layout.virtual_stages, times, hop)
-        for n in (short, short + p)
-    )
+        return of(m)
+    first, second = of(short), of(short + p)
     later = (second.makespan - first.makespan) * (m - short - p) / p
     return SimulatedPipeline(
         makespan=second.makespan + later,

@@ -27,24 +27,15 @@ FRACTION_RANGE = (1e-6, 1.0)
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """The distance of predictions from measured seconds; `text` says in which runs it is within
-    `spread`.
-    """
-
-    spread: float
-    text: str
-
-
-@dataclass(frozen=True)
 class Program:
     """A program that trains: its framework's habits, and what it achieves of a data sheet's
-    values.
+    values. `evidence` says in which runs predicted seconds are within `spread` of the measured.
     """
 
     framework: Framework
     assumptions: Assumptions
-    evidence: Evidence
+    spread: float
+    evidence: str
 
 
 # The `half_work` with which two samples are the best microbatch in figure 16 of Narayanan et al.
@@ -59,27 +50,26 @@ PROGRAMS = {
     "megatron": Program(  # tests/plan/test_published.py; the other three are LLaMA's, 16 to 28 % too fast
         MEGATRON,
         Assumptions(),
-        Evidence(0.15, "seconds are within 15 % of the printed ones in 17 of 20 runs"),
+        0.15,
+        "seconds are within 15 % of the printed ones in 17 of 20 runs",
     ),
     "megatron-2021": Program(  # tests/plan/test_megatron_2021.py
         MEGATRON_2021,
         Assumptions(half_work=LARGER_PRODUCTS),
-        Evidence(
-            0.10,
-            "seconds are within 4 % of the printed ones in 16 of 16 runs, 10 % in 34 of 39 read off figures",
-        ),
+        0.10,
+        "seconds are within 4 % of the printed ones in 16 of 16 runs, 10 % in 34 of 39 read off figures",
     ),
     "deepspeed-2021": Program(
         DEEPSPEED_2021,
         Assumptions(half_work=LARGER_PRODUCTS),
-        Evidence(0.10, "with ZeRO-3 seconds are within 10 % of the printed ones in 6 of 6 runs"),
+        0.10,
+        "with ZeRO-3 seconds are within 10 % of the printed ones in 6 of 6 runs",
     ),
     "llama-3": Program(
         LLAMA_3,
         Assumptions(half_work=LARGER_PRODUCTS),
-        Evidence(
-            0.15, "seconds are within 15 % of the printed ones in 2 of 2 runs, both of them shorter"
-        ),
+        0.15,
+        "seconds are within 15 % of the printed ones in 2 of 2 runs, both of them shorter",
     ),
     "nanotron": Program(
         NANOTRON,
@@ -96,18 +86,14 @@ PROGRAMS = {
             host_ends=7.5e-3,
             memory_used=0.98,  # Framework.overhead is counted by itself
         ),
-        Evidence(
-            0.20,
-            "without a pipeline seconds are within 20 % in 8 of 10 runs; with one nothing is known",
-        ),
+        0.20,
+        "without a pipeline seconds are within 20 % in 8 of 10 runs; with one nothing is known",
     ),
     "minipar": Program(
         MINIPAR,
         Assumptions(),
-        Evidence(
-            0.20,
-            "on two CPU cores, with constants measured on them, seconds are within 20 % in 28 of 28 runs",
-        ),
+        0.20,
+        "on two CPU cores, with constants measured on them, seconds are within 20 % in 28 of 28 runs",
     ),
 }
 
@@ -132,12 +118,12 @@ def find_program(name: str) -> Program:
     program = PROGRAMS[like]
     evidence = program.evidence
     if values:
-        text = f"no run was compared with these values; of {like}: {evidence.text}"
-        evidence = replace(evidence, text=text)
+        evidence = f"no run was compared with these values; of {like}: {evidence}"
     own_kept = replace(program.framework.kept, **_of(kept, values))
     return Program(
         framework=replace(program.framework, **_of(framework, values), kept=own_kept),
         assumptions=replace(program.assumptions, **_of(vars(Assumptions()), values)),
+        spread=program.spread,
         evidence=evidence,
     )
 

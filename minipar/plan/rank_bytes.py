@@ -54,14 +54,14 @@ def rank_parameters(model: ModelShape, layout: Layout) -> int:
     It holds the embeddings and its layers; without a pipeline also the last norm and an output head
     that is not tied.
     """
-    embedding = embedding_rows(model, layout.tp) + model.positions * model.hidden
-    parameters = embedding + layout.layers_per_rank(model) * layer_state(
-        model, layout.tp, layout.ep
-    )
+    table = embedding_rows(model, layout.tp)
+    layer = layer_state(model, layout.tp, layout.ep)
+    parameters = table + model.positions * model.hidden
+    parameters += layout.layers_per_rank(model) * layer
     if layout.pp == 1:
-        parameters += model.norm_parameters + (
-            0 if model.tied else embedding_rows(model, layout.tp)
-        )
+        parameters += model.norm_parameters
+        if not model.tied:
+            parameters += table
     return parameters
 
 
@@ -69,7 +69,8 @@ def rank_buckets(model: ModelShape, layout: Layout) -> list[tuple[int, int]]:
     """Return (parameters of the rank, ranks over which ZeRO shards them): of experts if ep > 1, and
     of all else.
     """
-    psi, experts = rank_parameters(model, layout), 0
+    psi = rank_parameters(model, layout)
+    experts = 0
     if layout.ep > 1:
         experts = layout.layers_per_rank(model) * layer_experts(model, layout.tp, layout.ep)
     return [(psi - experts, layout.shards), (experts, layout.expert_shards)]
@@ -146,9 +147,8 @@ def in_flight_last(layout: Layout) -> Fraction | int:
     """
     if layout.schedule != "interleaved-1f1b":
         return 1
-    return min(
-        Fraction(layout.microbatches), layout.pp - Fraction(layout.pp - 1, layout.virtual_stages)
-    )
+    earlier = Fraction(layout.pp - 1, layout.virtual_stages)
+    return min(Fraction(layout.microbatches), layout.pp - earlier)
 
 
 def memory(

@@ -34,7 +34,7 @@ Row = dict[str, str]  # the cells of a table's row by the names of their columns
 def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
     """Return everything as JSON: bytes, seconds, FLOP/s. `python -m visualize plan` reads it."""
     model, cluster, length = request.model, request.cluster, request.length
-    plans, spread = result.plans, request.evidence.spread
+    plans, spread = result.plans, request.spread
     own = {"precision": request.precision, "text": assumptions(request)}
     return {
         "model": {
@@ -99,7 +99,7 @@ def _mesh_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def _plan_json(request: Request, plan: Plan, winner: Plan) -> dict[str, Any]:
-    seconds, total, spread = asdict(plan.time), plan.time.total, request.evidence.spread
+    seconds, total, spread = asdict(plan.time), plan.time.total, request.spread
     exact = seconds.pop("exact")
     return {
         **_settings_json(plan.layout),
@@ -142,7 +142,7 @@ def as_text(request: Request, result: SearchResult) -> str:
     if model.experts is not None:
         active = f", of which a token uses {model.active_parameters:,}"
         experts = f", {model.top_k} of {model.experts} experts"
-    spread = request.evidence.spread
+    spread = request.spread
     mfu = {name: _percent(share) for name, share in counted_mfu(request, plans[0]).items()}
     lines = [
         f"{request.name}: {model.parameters:,} parameters{active}, {model.layers} layers, hidden {model.hidden}, "

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from minipar.plan.layout import PRECISIONS
 from minipar.plan.model import MOST
-from minipar.plan.programs import Evidence
 from minipar.plan.space import Question
 
 CONTEXT = (
@@ -26,7 +25,8 @@ class Request(Question):
     name: str
     gpu: str
     program: str
-    evidence: Evidence
+    spread: float
+    evidence: str
 
     @property
     def precision(self) -> str:
@@ -100,6 +100,6 @@ def assumptions(request: Request) -> list[str]:
         f"dp: gradients {reduced}, stage 3's gathers hide behind all computation, {updated}and take "
         f"{a.contention:.0%} of the hidden time from it; from stage 2 on gradients travel {often}",
         *(host if a.host_layer else []),
-        request.evidence.text,
+        request.evidence,
         "attention counts all pairs of tokens; data loading, checkpoints, stragglers, failures: not counted",
     ]

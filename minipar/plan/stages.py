@@ -104,18 +104,14 @@ class Stages:
         """
         passes = []
         for unit in reversed(units):
-            seconds = unit.backward_weight + (
-                0.0 if self.layout.splits_backward else unit.backward_input
-            )
-            reads = unit is self.units.layer and not self.layout.splits_backward
-            passes.append(
-                UnitPass(
-                    seconds=seconds + (unit.partial if reduces else 0.0),
-                    gather=unit.gather if reads else 0.0,
-                    reduce=unit.reduce if reduces else 0.0,
-                    across=unit.across if reduces else 0.0,
-                )
-            )
+            one = UnitPass(seconds=unit.backward_weight)
+            if not self.layout.splits_backward:
+                gather = unit.gather if unit is self.units.layer else 0.0
+                one = UnitPass(seconds=unit.backward_weight + unit.backward_input, gather=gather)
+            if reduces:
+                seconds = one.seconds + unit.partial
+                one = replace(one, seconds=seconds, reduce=unit.reduce, across=unit.across)
+            passes.append(one)
         if self.hides_reductions:
             return passes
         reduce, across = sum(one.reduce for one in passes), sum(one.across for one in passes)
@@ -127,23 +123,18 @@ class Stages:
         """Return F, I and W of these units in a pipeline, waiting for parameters and messages each
         way included.
         """
+        forward = sum(unit.forward for unit in units)
+        inputs = sum(unit.backward_input for unit in units)
         weights = sum(unit.backward_weight for unit in units)
-        if not self.gathers:
-            forward = sum(unit.forward for unit in units)
-            inputs = sum(unit.backward_input for unit in units)
-        else:
+        if self.gathers:
             forward, _ = overlapped(self.forward_passes(units))
-            if self.layout.splits_backward:
-                passes = [
-                    UnitPass(seconds=unit.backward_input, gather=unit.gather)
-                    for unit in reversed(units)
-                ]
-                inputs, _ = overlapped(passes)
-            else:
-                inputs = overlapped(self.backward_passes(units))[0] - weights
-        if (
-            self.reduces_each_microbatch
-        ):  # reductions continue during the next action, but do not pile up
+            inputs = overlapped(self.backward_passes(units))[0] - weights
+        if self.gathers and self.layout.splits_backward:
+            backward = reversed(units)
+            passes = [UnitPass(unit.backward_input, gather=unit.gather) for unit in backward]
+            inputs, _ = overlapped(passes)
+        if self.reduces_each_microbatch:
+            # Reductions continue during the next action, but do not pile up.
             sent = sum(unit.reduce + unit.gather for unit in units)
             sent = max(sent, sum(unit.across for unit in units))
             inputs = max(inputs, sent - weights)
@@ -168,9 +159,8 @@ class Stages:
         """Return the seconds without a pipeline until all gradients are reduced."""
         m = self.layout.microbatches
         earlier, last = self.one_microbatch(reduces=False), self.one_microbatch(reduces=True)
-        if (
-            not self.gathers and not self.reduces_each_microbatch
-        ):  # only the last microbatch communicates
+        if not self.gathers and not self.reduces_each_microbatch:
+            # Only the last microbatch communicates.
             start = (m - 1) * sum(unit.seconds for unit in earlier)
             return max(overlapped(last, start, few_gradients=self.few_gradients))
         now = stream = 0.0
