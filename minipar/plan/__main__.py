@@ -136,7 +136,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parser().parse_args(argv)
         request = read_request(args)
-        model, cluster, space = request.model, request.cluster, request.space
+        model = request.model
+        cluster = request.cluster
+        space = request.space
         result = plan(model, cluster, request.global_batch, request.length, space, args.top)
         if args.json:
             write_json(args.json, as_json(request, result))
@@ -153,7 +155,8 @@ def read_request(args: argparse.Namespace) -> Request:
     gpu = find_gpu(args.gpu)
     space = read_space(args, gpu)
     check_axes(args, space.context_sizes(args.seq_len))
-    model, program = find_model(args.model), find_program(args.program)
+    model = find_model(args.model)
+    program = find_program(args.program)
     if 0 < model.positions < args.seq_len:
         if args.model.lower() not in MODELS:
             raise UsageError(

@@ -17,7 +17,9 @@ Way = tuple[float, Layout | None]  # the bytes of a layout, and the layout
 
 def least_memory(question: Question) -> Way:
     """Return the least memory of any layout, and that layout; (inf, None) if no layout divides."""
-    model, length, framework = question.model, question.length, question.cluster.framework
+    model = question.model
+    length = question.length
+    framework = question.cluster.framework
     every = ((memory(model, one, length, framework).total, one) for one in question.layouts())
     return min(every, key=lambda way: way[0], default=(inf, None))
 
@@ -28,7 +30,8 @@ def nothing_fits(question: Question) -> str:
     if layout is None:
         return _nothing_divides(question)
     cluster = question.cluster
-    usable, used = cluster.usable_memory, cluster.assumptions.memory_used
+    usable = cluster.usable_memory
+    used = cluster.assumptions.memory_used
     ways = list(_wider_choices(question))
     for name, gpu in GPUS.items():
         if gpu.memory * used >= nbytes:
@@ -75,7 +78,9 @@ def _wider_choices(question: Question) -> Iterator[str]:
 
 def _nothing_divides(question: Question) -> str:
     """Return the words where there is no layout: what the user has fixed, and what has to divide."""
-    model, cluster, space = question.model, question.cluster, question.space
+    model = question.model
+    cluster = question.cluster
+    space = question.space
     fixed = {
         "dp": space.dp,
         "tp": space.tp,

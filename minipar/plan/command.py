@@ -29,11 +29,14 @@ def needs_directory(model: ModelShape) -> bool:
 
 def model_flags(model: ModelShape) -> str:
     """Return the flags of the model's shape."""
-    kind, more = "gpt2", ""
+    kind = "gpt2"
+    more = ""
     if model.gated:
-        kind, more = "llama", f" --kv-heads {model.groups} --ffn {model.inner}"
+        kind = "llama"
+        more = f" --kv-heads {model.groups} --ffn {model.inner}"
     if model.experts is not None:
-        kind, more = "mixtral", f"{more} --experts {model.experts} --top-k {model.top_k}"
+        kind = "mixtral"
+        more = f"{more} --experts {model.experts} --top-k {model.top_k}"
     sizes = f"--layers {model.layers} --hidden {model.hidden} --heads {model.heads}"
     return f"--model {kind} {sizes} --vocab-size {model.vocab_size}{more}"
 

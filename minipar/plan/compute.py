@@ -137,8 +137,10 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
 
     # Parameters of the two ends. Without a pipeline their gradients travel together, with the
     # embedding's.
-    table, positions = embedding_rows(model, layout.tp), model.positions * model.hidden
-    first, last = table + positions, model.norm_parameters + (0 if model.tied else table)
+    table = embedding_rows(model, layout.tp)
+    positions = model.positions * model.hidden
+    first = table + positions
+    last = model.norm_parameters + (0 if model.tied else table)
     if layout.pp == 1:
         embedding_dp = _over_dp(cluster, layout, first + last, positions + model.norm_parameters)
         head_dp = {"gather": embedding_dp["gather"]}
@@ -177,7 +179,9 @@ def context_seconds(
                  hides them.
     ulysses      An all-to-all before attention and one after it, each way. Nothing hides them.
     """
-    t, c, h_kv = layout.tp, layout.cp, kv_columns(model, layout.tp)
+    t = layout.tp
+    c = layout.cp
+    h_kv = kv_columns(model, layout.tp)
     if c == 1:
         return 0.0, 0.0
     nbytes = layout.tokens(length) * layout.precision.parameters  # one column's bytes
@@ -214,7 +218,8 @@ def expert_seconds(
     An all-to-all of the rows to their experts and one of the results back, each way, and ahead of
     forward's one of counts. Nothing hides them. The ranks of ep are neighbours among dp x cp.
     """
-    t, ranks = layout.tp, layout.ep
+    t = layout.tp
+    ranks = layout.ep
     rows, counts = (
         all_to_all_seconds(cluster, nbytes, t, ranks, cluster.framework.pairwise)
         for nbytes in expert_bytes(model, layout, length)
@@ -258,7 +263,9 @@ class _TensorParallel:
     def __init__(self, model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> None:
         self.layout = layout
         self.cluster = cluster
-        tokens, t, width = layout.tokens(length), layout.tp, layout.precision.parameters
+        tokens = layout.tokens(length)
+        t = layout.tp
+        width = layout.precision.parameters
         self.gather = gather_seconds(cluster, tokens * model.hidden * width, 1, t)
         self.enter = self.gather if layout.sequence_parallel else 0.0
         self.leave = self.gather if layout.sequence_parallel else 2 * self.gather
@@ -293,7 +300,10 @@ def _over_dp(
     gradients of those `keys` and values are summed over these ranks. `experts` of them travel in a
     bucket of their own, over the ranks that hold the same ones.
     """
-    precision, t, s, q = layout.precision, layout.tp, layout.shards, layout.zero_replicas
+    precision = layout.precision
+    t = layout.tp
+    s = layout.shards
+    q = layout.zero_replicas
     buckets = [
         (elements, fold)
         for elements, fold in ((parameters - experts, 1), (experts, layout.ep))

@@ -41,7 +41,9 @@ def gpu_compute(
     parameter. Each of a rank's experts has two products of its own, so that few large ones take
     less time.
     """
-    t, a, tokens = layout.tp, cluster.assumptions, layout.tokens(length)
+    t = layout.tp
+    a = cluster.assumptions
+    tokens = layout.tokens(length)
     seconds_per_byte = 1 / (cluster.gpu.memory_bandwidth * a.copies)
     rate = cluster.product_rate
     core_rate = rate if layout.stores_scores else cluster.attention_rate

@@ -28,7 +28,8 @@ def check_size(label: str, field: str, size: Any, optional: bool) -> None:
     """
     if size is None and optional:
         return
-    least, most = int(field != "positions"), MOST_LAYERS if field == "layers" else MOST
+    least = int(field != "positions")
+    most = MOST_LAYERS if field == "layers" else MOST
     if not isinstance(size, int) or isinstance(size, bool) or not least <= size <= most:
         raise UsageError(
             f"{label} = {repr(size)[:40]}, expected a whole number from {least} to {most}"
@@ -200,7 +201,8 @@ class ModelShape:
         """Return the two column-parallel layers' shares of a layer's matrices: q, k, v and the
         MLP's first.
         """
-        first, second = self.qkv, (2 if self.gated else 1) * self.active_inner
+        first = self.qkv
+        second = (2 if self.gated else 1) * self.active_inner
         whole = first + second + self.hidden + self.active_inner
         return first / whole, second / whole
 
@@ -243,10 +245,8 @@ class ModelShape:
         with recompute    6N + attention, and what is computed again: the core, or a third of all
                           (hardware FLOPs)
         """
-        parameters, core = (
-            6 * length * self.active_parameters,
-            self.layers * self.attention_core_flops(length),
-        )
+        parameters = 6 * length * self.active_parameters
+        core = self.layers * self.attention_core_flops(length)
         every_pair = parameters + 3 * core
         again = {"none": 0, "selective": core, "full": every_pair // 3}
         return {

@@ -106,7 +106,9 @@ def layer_activations(
     experts: with routing that is uniform a rank's experts get k rows for each of its tokens,
     whatever ep.
     """
-    h, t, slices = model.hidden, layout.tp, layout.sequence_slices
+    h = model.hidden
+    t = layout.tp
+    slices = layout.sequence_slices
     tokens = layout.tokens(length) * layout.precision.parameters
     if layout.recompute == "full":
         return tokens * h / slices
@@ -127,7 +129,9 @@ def in_flight(layout: Layout) -> Fraction | int:
     GPipe: m. 1F1B: min(m, p). Interleaved: min(m, p (1 + (p - 1)/(p v))), Narayanan et al. 2021.
     ZB-H2: 2p - 1.
     """
-    p, m, v = layout.pp, layout.microbatches, layout.virtual_stages
+    p = layout.pp
+    m = layout.microbatches
+    v = layout.virtual_stages
     match layout.schedule:
         case "gpipe":
             return m
@@ -202,7 +206,8 @@ def moment_buffers(model: ModelShape, layout: Layout, length: int, kept: Activat
     """Return the bytes that exist for a moment, but for the logits: a gathered unit, a recomputed
     layer, attention's.
     """
-    precision, layer = layout.precision, layer_state(model, layout.tp, layout.ep)
+    precision = layout.precision
+    layer = layer_state(model, layout.tp, layout.ep)
     tokens = layout.tokens(length) * precision.parameters
     buffers = (
         kept.moving * tokens * model.hidden / layout.sequence_slices
@@ -237,7 +242,8 @@ def context_buffer(model: ModelShape, layout: Layout, length: int) -> int:
     All-gather: 4 c u h_kv, all keys and values and their gradients. Ulysses: 2 u (h + 2 h_kv), what
     is sent and what arrives.
     """
-    u, h_kv = layout.tokens(length), kv_columns(model, layout.tp)
+    u = layout.tokens(length)
+    h_kv = kv_columns(model, layout.tp)
     if layout.context_parallel == "ulysses":
         return 2 * u * (model.hidden // layout.tp + 2 * h_kv)
     return (8 if layout.context_parallel == "ring" else 4 * layout.cp) * u * h_kv
@@ -290,8 +296,12 @@ def volume(
 
     parallel/traffic.py has minipar's traffic to the byte; these are the papers' formulas.
     """
-    t, s, q, m = layout.tp, layout.shards, layout.zero_replicas, layout.microbatches
-    precision, layers = layout.precision, layout.layers_per_rank(model)
+    t = layout.tp
+    s = layout.shards
+    q = layout.zero_replicas
+    m = layout.microbatches
+    precision = layout.precision
+    layers = layout.layers_per_rank(model)
     forwards = 2 if layout.recompute == "full" else 1  # of a layer, for each backward
     hidden = layout.tokens(length) * model.hidden * precision.parameters
     tp = ring(4 * (forwards + 1) * hidden, t) * m * layers

@@ -33,8 +33,11 @@ Row = dict[str, str]  # the cells of a table's row by the names of their columns
 
 def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
     """Return everything as JSON: bytes, seconds, FLOP/s. `python -m visualize plan` reads it."""
-    model, cluster, length = request.model, request.cluster, request.length
-    plans, spread = result.plans, request.spread
+    model = request.model
+    cluster = request.cluster
+    length = request.length
+    plans = result.plans
+    spread = request.spread
     own = {"precision": request.precision, "text": assumptions(request)}
     return {
         "model": {
@@ -99,7 +102,9 @@ def _mesh_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def _plan_json(request: Request, plan: Plan, winner: Plan) -> dict[str, Any]:
-    seconds, total, spread = asdict(plan.time), plan.time.total, request.spread
+    seconds = asdict(plan.time)
+    total = plan.time.total
+    spread = request.spread
     exact = seconds.pop("exact")
     return {
         **_settings_json(plan.layout),
@@ -119,7 +124,8 @@ def _plan_json(request: Request, plan: Plan, winner: Plan) -> dict[str, Any]:
 
 def counted_mfu(request: Request, plan: Plan) -> dict[str, float]:
     """Return a plan's utilization by each convention of `ModelShape.counted_flops`."""
-    gpus, peak = request.cluster.gpus, request.cluster.gpu.peak
+    gpus = request.cluster.gpus
+    peak = request.cluster.gpu.peak
     shares = {}
     for name, flops in request.model.counted_flops(request.length, plan.layout.recompute).items():
         operations = request.global_batch * flops
@@ -134,11 +140,14 @@ def as_text(request: Request, result: SearchResult) -> str:
     """Return tables of the plans, the assumptions above them, and below them why the slower plans
     are slower.
     """
-    model, cluster, plans = request.model, request.cluster, result.plans
+    model = request.model
+    cluster = request.cluster
+    plans = result.plans
     memory = unit_of([plan.memory.total for plan in plans], BYTE_UNITS)
     time = unit_of([plan.time.total for plan in plans], TIME_UNITS)
     sent = unit_of([nbytes for plan in plans for nbytes in vars(plan.volume).values()], BYTE_UNITS)
-    active, experts = "", ""
+    active = ""
+    experts = ""
     if model.experts is not None:
         active = f", of which a token uses {model.active_parameters:,}"
         experts = f", {model.top_k} of {model.experts} experts"
@@ -223,7 +232,8 @@ def _memory(plan: Plan, unit: float) -> Row:
 
 
 def _times(plan: Plan, spread: float, unit: float) -> Row:
-    time, total = plan.time, plan.time.total / unit
+    time = plan.time
+    total = plan.time.total / unit
     row = {part: f"{getattr(time, part) / unit:.3f}" for part in PARTS}
     row["update"] = row.pop("optimizer")
     return row | {

@@ -49,12 +49,12 @@ class Request(Question):
 
 def assumptions(request: Request) -> list[str]:
     """Return the assumptions of the predictions in sentences."""
-    a, gpu, widths = request.cluster.assumptions, request.cluster.gpu, request.space.precision
+    a = request.cluster.assumptions
+    gpu = request.cluster.gpu
+    widths = request.space.precision
     framework = request.cluster.framework
-    products, attention = (
-        request.cluster.product_rate / gpu.peak,
-        request.cluster.attention_rate / gpu.peak,
-    )
+    products = request.cluster.product_rate / gpu.peak
+    attention = request.cluster.attention_rate / gpu.peak
     copy = f" + {framework.gradient_copy:g}" if framework.gradient_copy else ""
     hidden = (
         "backward's hide behind weight gradients (not in zb schedules)"

@@ -98,7 +98,8 @@ def plan(
     plans: list[Plan] = []
     actions = 0
     for candidate in candidates[:top]:
-        layout, simulates = candidate.layout, actions <= MOST_SIMULATED
+        layout = candidate.layout
+        simulates = actions <= MOST_SIMULATED
         plans.append(judge(model, layout, cluster, global_batch, length, exact=simulates))
         if plans[-1].time.exact:
             actions += simulated_actions(layout)

@@ -114,7 +114,8 @@ class Stages:
             passes.append(one)
         if self.hides_reductions:
             return passes
-        reduce, across = sum(one.reduce for one in passes), sum(one.across for one in passes)
+        reduce = sum(one.reduce for one in passes)
+        across = sum(one.across for one in passes)
         passes = [replace(one, reduce=0.0, across=0.0) for one in passes]
         passes[-1] = replace(passes[-1], reduce=reduce, across=across)
         return passes
@@ -158,7 +159,8 @@ class Stages:
     def without_pipeline(self) -> float:
         """Return the seconds without a pipeline until all gradients are reduced."""
         m = self.layout.microbatches
-        earlier, last = self.one_microbatch(reduces=False), self.one_microbatch(reduces=True)
+        earlier = self.one_microbatch(reduces=False)
+        last = self.one_microbatch(reduces=True)
         if not self.gathers and not self.reduces_each_microbatch:
             # Only the last microbatch communicates.
             start = (m - 1) * sum(unit.seconds for unit in earlier)
@@ -217,7 +219,8 @@ class Stages:
         """Return the seconds of all collectives over dp in a step of a rank, except for the gather
         after the update.
         """
-        m, units = self.layout.microbatches, self.units_on(stages)
+        m = self.layout.microbatches
+        units = self.units_on(stages)
         reductions = m if self.reduces_each_microbatch else 1
         reduced = sum(unit.reduce + unit.across for unit in units) * reductions
         gathers = sum(unit.gather * (2 if unit is self.units.layer else 1) for unit in units)
