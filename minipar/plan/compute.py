@@ -218,10 +218,9 @@ def expert_seconds(
     An all-to-all of the rows to their experts and one of the results back, each way, and ahead of
     forward's one of counts. Nothing hides them. The ranks of ep are neighbours among dp x cp.
     """
-    t = layout.tp
-    ranks = layout.ep
+    in_steps = cluster.framework.pairwise
     rows, counts = (
-        all_to_all_seconds(cluster, nbytes, t, ranks, cluster.framework.pairwise)
+        all_to_all_seconds(cluster, nbytes, layout.tp, layout.ep, in_steps)
         for nbytes in expert_bytes(model, layout, length)
     )
     return counts + 2 * rows, 2 * rows
@@ -269,8 +268,9 @@ class _TensorParallel:
         self.gather = gather_seconds(cluster, tokens * model.hidden * width, 1, t)
         self.enter = self.gather if layout.sequence_parallel else 0.0
         self.leave = self.gather if layout.sequence_parallel else 2 * self.gather
-        sums = [gather_seconds(cluster, n * tokens * max(4, width), 1, t) for n in (1, 2)]
-        self.loss = 2 * sums[0] + 2 * sums[1]
+        maxima = gather_seconds(cluster, tokens * max(4, width), 1, t)
+        sums = gather_seconds(cluster, 2 * tokens * max(4, width), 1, t)
+        self.loss = 2 * maxima + 2 * sums
 
     def backward(self, columns: Sequence[float], rows: int) -> tuple[float, float]:
         """Return (seconds that backward waits, seconds that hidden collectives cost the
@@ -304,11 +304,9 @@ def _over_dp(
     t = layout.tp
     s = layout.shards
     q = layout.zero_replicas
-    buckets = [
-        (elements, fold)
-        for elements, fold in ((parameters - experts, 1), (experts, layout.ep))
-        if elements
-    ]
+    buckets = [(parameters - experts, 1)]
+    if experts:
+        buckets.append((experts, layout.ep))
 
     def over_shards(collective: Callable[..., float], width: int) -> float:
         seconds = [

@@ -9,7 +9,7 @@ that training needs. *Hardware* FLOPs include recomputation (Chowdhery et al. 20
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +68,10 @@ class ModelShape:
     top_k: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
-            "layers",
-            "hidden",
-            "heads",
-            "vocab_size",
-            "positions",
-            "kv_heads",
-            "ffn",
-            "experts",
-            "top_k",
-        ):
-            check_size(
-                name, name, getattr(self, name), optional=name in ("kv_heads", "ffn", "experts")
-            )
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if field.type is not bool:
+                check_size(field.name, field.name, size, optional=field.default is None)
         if self.top_k > (self.experts or 1):
             raise UsageError(f"top-k {self.top_k} is more than experts {self.experts or 1}")
         if self.experts and self.biases:
@@ -347,11 +337,10 @@ def find_model(name: str) -> ModelShape:
     for field, key in keys.items():
         check_size(f"{path}: {key}", field, config.get(key), optional=key in OPTIONAL_KEYS)
     sizes: dict[str, Any] = {field: config.get(key) for field, key in keys.items()}
+    if kind != "gpt2":
+        sizes |= {"tied": bool(config.get("tie_word_embeddings", False)), **LLAMA}
     try:
-        if kind == "gpt2":
-            return ModelShape(**sizes)
-        tied = bool(config.get("tie_word_embeddings", False))
-        return ModelShape(**sizes, tied=tied, **LLAMA)
+        return ModelShape(**sizes)
     except UsageError as error:
         raise UsageError(f"{path} does not describe a model: {error}") from None
 

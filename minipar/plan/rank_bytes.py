@@ -26,7 +26,8 @@ def replicated_parameters(model: ModelShape) -> int:
     """Return the parameters of a layer that every tp rank has: norms, biases of row-parallel
     layers, the router.
     """
-    return 2 * model.norm_parameters + (2 * model.hidden if model.biases else 0) + model.router
+    biases = 2 * model.hidden if model.biases else 0
+    return 2 * model.norm_parameters + biases + model.router
 
 
 def layer_experts(model: ModelShape, tp: int, ep: int) -> int:
@@ -114,8 +115,8 @@ def layer_activations(
         return tokens * h / slices
     stored = layout.recompute == "none" and layout.stores_scores
     core = kept.scores * model.heads * length if stored else 0
-    split = kept.qkv * model.with_copies(t).qkv + kept.context * h
-    split += (kept.gated if model.gated else kept.inner) * model.active_inner
+    inner = kept.gated if model.gated else kept.inner
+    split = kept.qkv * model.with_copies(t).qkv + kept.context * h + inner * model.active_inner
     whole = kept.gathered * h
     if model.experts is not None:
         whole += kept.routed * model.top_k * h + kept.router * model.experts
@@ -195,11 +196,15 @@ def kept_activations(
     logits = kept.head * hidden + kept.logits * tokens * model.vocab_size / layout.tp
     layers = layout.layers_per_rank(model) * layer_activations(model, layout, length, kept)
     flying = float(in_flight(layout))
+    first = flying * layers
     if layout.pp == 1:
-        return flying * layers, flying * layers + logits
-    ends = 2 * layout.stages_per_rank - (0 if layout.schedule == "gpipe" else 1)
-    first = flying * layers + kept.boundary * hidden * (flying * ends)
-    return first, max(first, float(in_flight_last(layout)) * layers + logits)
+        return first, first + logits
+    ends = 2 * layout.stages_per_rank
+    if layout.schedule != "gpipe":
+        ends -= 1
+    first += kept.boundary * hidden * (flying * ends)
+    last = float(in_flight_last(layout)) * layers + logits
+    return first, max(first, last)
 
 
 def moment_buffers(model: ModelShape, layout: Layout, length: int, kept: Activations) -> float:
@@ -209,10 +214,8 @@ def moment_buffers(model: ModelShape, layout: Layout, length: int, kept: Activat
     precision = layout.precision
     layer = layer_state(model, layout.tp, layout.ep)
     tokens = layout.tokens(length) * precision.parameters
-    buffers = (
-        kept.moving * tokens * model.hidden / layout.sequence_slices
-        + kept.moving_whole * tokens * model.hidden
-    )
+    buffers = kept.moving * tokens * model.hidden / layout.sequence_slices
+    buffers += kept.moving_whole * tokens * model.hidden
     if layout.recompute == "full":
         buffers += layer_activations(model, replace(layout, recompute="none"), length, kept)
     if layout.zero == 3:  # the parameters of the unit that computes, and of the next one
@@ -220,10 +223,10 @@ def moment_buffers(model: ModelShape, layout: Layout, length: int, kept: Activat
     if layout.zero >= 2:
         buffers += 2 * precision.gradients * layer
     if layout.cp > 1:  # by then backward has freed the activations of the layer's MLP
-        freed = (
-            tokens * (kept.gated if model.gated else kept.inner) * model.active_inner / layout.tp
-        )
-        buffers += max(0.0, precision.parameters * context_buffer(model, layout, length) - freed)
+        inner = kept.gated if model.gated else kept.inner
+        freed = tokens * inner * model.active_inner / layout.tp
+        attention = precision.parameters * context_buffer(model, layout, length)
+        buffers += max(0.0, attention - freed)
     return buffers
 
 

@@ -69,8 +69,8 @@ def step_time(
     refresh = stages.refresh_seconds()
     if cluster.framework.gathers_ahead:
         ahead = min(refresh, stages.stage_time(stages.units_of(0)).forward)
-        refresh = refresh - ahead
-        hidden = hidden + ahead
+        refresh -= ahead
+        hidden += ahead
     dp = passes.dp + (refresh + cluster.assumptions.contention * hidden)
 
     pp = passes.pp + tied
@@ -102,7 +102,9 @@ def _passes(stages: Stages, busiest: Sequence[int], tied: float, exact: bool) ->
     """
     m = stages.layout.microbatches
     units = stages.units_on(busiest)
-    tp, cp, ep = (m * sum(getattr(unit, axis) for unit in units) for axis in ("tp", "cp", "ep"))
+    tp = m * sum(unit.tp for unit in units)
+    cp = m * sum(unit.cp for unit in units)
+    ep = m * sum(unit.ep for unit in units)
     compute = m * sum(unit.seconds for unit in units) - tp - cp - ep
     parts = partial(StepTime, compute=compute, tp=tp, cp=cp, ep=ep, optimizer=0.0)
     if stages.layout.pp == 1:
