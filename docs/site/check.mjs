@@ -39,6 +39,7 @@ const home = `http://127.0.0.1:${server.address().port}/`;
 const WIDTHS = [1400, 390];
 const THEMES = ["light", "dark"];
 const MOST_BYTES = 2.5e6; // of a page with all that it loads
+const PATIENCE = 180000; // milliseconds; on a busy machine a page can take a minute
 
 // ---- one page -------------------------------------------------------------------------------------------------------
 
@@ -74,8 +75,8 @@ async function photograph(page, path) {
     await page.evaluate((name) => { document.documentElement.dataset.theme = name; }, theme);
     for (const width of WIDTHS) {
       await page.setViewportSize({ width, height: 900 });
-      const file = join(screenshots, `${path.replaceAll("/", "_")}.${width}.${theme}.png`);
-      await page.screenshot({ path: file, fullPage: true, timeout: 120000 });
+      const file = join(screenshots, `${path.replaceAll("/", "_")}.${width}.${theme}.jpg`);
+      await page.screenshot({ path: file, fullPage: true, quality: 70, timeout: PATIENCE });
     }
   }
 }
@@ -88,9 +89,9 @@ async function searchFaults(page) {
   const found = [];
   for (const word of SEARCHES) {
     await page.goto(`${home}search.html?q=${word}`);
-    await page.locator("#search-results li").first().waitFor({ timeout: 20000 })
+    await page.locator("#search-results li").first().waitFor()
       .catch(() => found.push(`the search for ${word} finds nothing`));
-    await page.locator("#search-results p.context").first().waitFor({ timeout: 20000 });
+    await page.locator("#search-results p.context").first().waitFor();
     const excerpts = await page.locator("#search-results p.context").allTextContents();
     const menus = excerpts.filter((excerpt) => /System Settings|Light Dark/.test(excerpt));
     if (menus.length) found.push(`the search for ${word} shows menus: ${menus[0].trim().slice(0, 60)}`);
@@ -142,6 +143,7 @@ const browser = await chromium.launch({
 async function openContext() {
   const context = await browser.newContext({ viewport: { width: WIDTHS[0], height: 900 } });
   const page = await context.newPage();
+  page.setDefaultTimeout(PATIENCE);
   await context.route((url) => !url.href.startsWith(home), (route) => {
     problems.push(`asks another host: ${route.request().url()}`);
     route.abort();
