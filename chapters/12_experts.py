@@ -496,9 +496,9 @@ say("the library's layer over the same ranks = ours: results, and gradients of t
 # ranks of a stage, dp x cp x tp = edp x ep x etp. `edp` are the ranks that hold the same experts, and `etp` those that
 # have parts of one. Without `--etp` these are all of tp, which cuts experts like any layer. With sequence parallelism
 # each rank of tp has tokens of its own, so with `--etp 1` it may route these, and experts stay whole: no gather and no
-# sum over tp around them, and products that are not narrowed. Published runs have tp 2 to 8 and etp 1 (*parallel
-# folding*, Liu et al. 2025, arXiv 2504.14960). Here a Mixtral trains with each $P$ that divides our
-# ranks, with clipping, without ZeRO and with stage 3, against one device:
+# sum over tp around them, and products that are not narrowed (*parallel folding*, Liu et al. 2025, arXiv 2504.14960).
+# Here a Mixtral trains with each $P$ that divides our ranks, with clipping, without ZeRO and with stage 3, against one
+# device:
 
 # %%
 from minipar.train.config import parse, resolve

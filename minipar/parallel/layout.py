@@ -100,11 +100,19 @@ class StepLayout:
 
     @property
     def enters(self) -> int:
-        """The crossings of a layer into tensor parallelism; those out of it are 2.
+        """The crossings of a layer into tensor parallelism.
 
-        Two in a layer, the attention and the MLP. In a tree q, k, v, gate and up of a Llama enter by themselves.
+        Two in a layer, the attention and the MLP, or the first alone where the second is experts
+        on ranks of their own. In a tree q, k, v, gate and up of a Llama enter by themselves.
         """
+        if self.expert_tp < self.tp:
+            return 1
         return 5 if self.reduction == "tree" and self.model.model_type != "gpt2" else 2
+
+    @property
+    def exits(self) -> int:
+        """The crossings of a layer out of tensor parallelism."""
+        return 1 if self.expert_tp < self.tp else 2
 
     @property
     def norm_rows(self) -> int:

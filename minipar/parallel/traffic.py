@@ -198,12 +198,10 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     all-gather and a reduce-scatter replace each of them, with the same bytes (Korthikanti et al.
     2022, section 4.2.2). The loss all-reduces B T maxima and 2 B T sums.
 
-    Where each rank of tp routes its own tokens, a layer of experts is entered and left over etp, with
-    n etp/t elements, and the auxiliary loss adds the loads of its B samples.
-
     Per step, each bucket's Partial gradients are all-reduced (a Mixtral's routers; with sequence
     parallelism norms and row biases too), and those of copied heads of keys and values over the
-    ranks that have copies. The norm adds one float64 for each chunk whose squares this rank sums.
+    ranks that have copies. The norm adds one float64 for each chunk whose squares this rank sums. Where
+    ranks of tp hold different experts, `expert_bytes` take the place of an MLP's.
     """
     if layout.tp == 1:
         return 0
@@ -212,19 +210,13 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         return wire_bytes("all_reduce", layout.reduction, elements, itemsize, ranks, rank % ranks)
 
     forwards = 2 if layout.recompute else 1
-    blocks = layout.blocks(pp)
-    entered = layout.enters * blocks
-    left = 2 * blocks
-    microbatch = 0
-    if layout.expert_tp < layout.tp:
-        entered -= blocks
-        left -= blocks
-        crossings = (forwards + 1) * blocks
-        microbatch += crossing_bytes(layout, rank, crossings, crossings, layout.expert_tp)
+    entered = layout.enters * layout.blocks(pp)
+    left = layout.exits * layout.blocks(pp)
     # An activation that enters is gathered in each forward, and its gradient is summed. One that
     # leaves is summed in each forward, and its gradient is gathered.
     gathers = forwards * entered + left
     sums = forwards * left + entered
+    microbatch = 0
     if pp == layout.first:
         gathers += 1
         sums += 1
@@ -235,13 +227,25 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         microbatch += all_reduce(layout.tokens, loss_itemsize)
         microbatch += all_reduce(2 * layout.tokens, loss_itemsize)
     microbatch += crossing_bytes(layout, rank, gathers, sums, layout.tp)
-    step = norm_bytes(layout, layout.norm_rows, layout.tp, rank)
-    if layout.expert_tp < layout.tp:
-        step += load_bytes(layout, layout.tp, rank, pp)
+    step = norm_bytes(layout, layout.norm_rows, layout.tp, rank) + expert_bytes(layout, rank, pp)
     for ranks in {layout.tp, kv_copies(layout.model.n_kv_head, layout.tp)} - {1}:
         for elements in bucket_elements(layout, pp, ranks).values():
             step += layout.leaf_sums * all_reduce(elements, layout.reduce_bytes, ranks)
     return layout.microbatches * microbatch + step
+
+
+def expert_bytes(layout: StepLayout, rank: int, pp: int) -> int:
+    """Compute what layers of experts send over tp in a step, where its ranks route their own tokens.
+
+    A layer is entered and left over etp, with n etp/t elements: 4 n (etp-1)/t, and 6 with
+    recompute. The auxiliary loss adds the loads of the samples.
+    """
+    if layout.expert_tp == layout.tp:
+        return 0
+    forwards = 2 if layout.recompute else 1
+    crossings = (forwards + 1) * layout.microbatches * layout.blocks(pp)
+    crossed = crossing_bytes(layout, rank, crossings, crossings, layout.expert_tp)
+    return crossed + load_bytes(layout, layout.tp, rank, pp)
 
 
 def crossing_bytes(layout: StepLayout, rank: int, gathers: int, sums: int, ranks: int) -> int:
