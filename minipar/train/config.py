@@ -227,7 +227,8 @@ def replicas_of(config: TrainConfig, world_size: int) -> int:
         raise UsageError(f"dp/zero-replicas = {dp}/{replicas} is not a whole number")
     if replicas > 1 and (mesh.ep > 1 or mesh.experts_apart):
         sizes = f"ep {mesh.ep}, etp {mesh.etp}" if mesh.experts_apart else f"ep {mesh.ep}"
-        why = "shards of experts have no replicas; give 1 replica, or ep = 1 and no etp"
+        remedy = "ep = 1 and etp = tp" if mesh.experts_apart else "ep = 1"
+        why = f"shards of experts have no replicas; give 1 replica or {remedy}"
         raise UsageError(f"zero-replicas {replicas} with {sizes}: {why}")
     return dp
 
