@@ -21,7 +21,7 @@
 # ![What each of eight devices holds under nine strategies, and what it sends](../visualize/gallery/strategies.png)
 #
 # *The whole course in one picture. A strip of eight full boxes says that every device has a copy. A staircase says that
-# each device has its own eighth. Context parallelism must also add up its gradients, as data parallelism does.*
+# each device has its own eighth.*
 #
 # What a device does not hold, it must be sent: the right part of the picture says what. This file trains with data
 # parallelism (0.6) and ZeRO 1 (0.7). Tensor parallelism (0.8) is shown on one pair of layers. For one device (0.1 to
@@ -292,7 +292,8 @@ class GPT:
         self.parameters = {}
         stop = 0
         for name, shape in shapes().items():
-            start, stop = stop, stop + math.prod(shape)
+            start = stop
+            stop = start + math.prod(shape)
             self.parameters[name] = Tensor(self.flat[start:stop].reshape(shape))
         self.head = Tensor(self.parameters["wte.weight"].data.T)
 
@@ -573,9 +574,9 @@ say("\n0.8 A column-parallel and a row-parallel layer\nresult and gradients are 
 # forward for each rank to its right, then one forward and one backward in turn, then the backwards that are left. So it
 # keeps the activations of at most $p - r$ microbatches.
 #
-# ![1F1B on 8 ranks with 32 microbatches](../visualize/gallery/schedule_1f1b_8x32.png)
+# ![1F1B on 8 ranks with 16 microbatches](../visualize/gallery/schedule_1f1b_8x16.png)
 #
-# *The schedule on 8 ranks, with 32 microbatches. Time runs from left to right. White is waiting: the first microbatch
+# *The schedule on 8 ranks, with 16 microbatches. Time runs from left to right. White is waiting: the first microbatch
 # must come down to the last rank before any gradient can come back. Below are the activations that each rank keeps.*
 
 
