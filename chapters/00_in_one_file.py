@@ -21,7 +21,7 @@
 # ![What each of eight devices holds under nine strategies, and what it sends](../visualize/gallery/strategies.png)
 #
 # *The whole course in one picture. A strip of eight full boxes says that every device has a copy. A staircase says that
-# each device has its own eighth. Context parallelism must also add up its gradients, as data parallelism does.*
+# each device has its own eighth.*
 #
 # What a device does not hold, it must be sent: the right part of the picture says what. This file trains with data
 # parallelism (0.6) and ZeRO 1 (0.7). Tensor parallelism (0.8) is shown on one pair of layers. For one device (0.1 to
@@ -292,7 +292,8 @@ class GPT:
         self.parameters = {}
         stop = 0
         for name, shape in shapes().items():
-            start, stop = stop, stop + math.prod(shape)
+            start = stop
+            stop = start + math.prod(shape)
             self.parameters[name] = Tensor(self.flat[start:stop].reshape(shape))
         self.head = Tensor(self.parameters["wte.weight"].data.T)
 

@@ -65,12 +65,14 @@ if rank == 0:  # only one rank imports matplotlib: eight imports on two cores ta
 def exchange(comm, leaving, dest, source, like=None):
     """Send one array and, at the same time, receive another. Return the one that arrived, which is shaped as `like`."""
     arriving = np.empty_like(leaving if like is None else like)
-    sent, received = comm.isend(leaving, dest), comm.irecv(arriving, source)
+    sent = comm.isend(leaving, dest)
+    received = comm.irecv(arriving, source)
     sent.wait()
     return received.wait()
 
 
-right, left = (rank + 1) % p, (rank - 1) % p
+right = (rank + 1) % p
+left = (rank - 1) % p
 assert exchange(comm, np.array([rank]), right, left) == left
 say("every rank has received its left neighbour's rank")
 
@@ -97,7 +99,8 @@ predict("sums of the last rank that differ from rank 0's", ...)  # replace the d
 # %%
 def first_ring(comm, x):
     """Return the sum of all ranks' x: whole arrays travel, p-1 times."""
-    total, travelling = x.copy(), x.copy()
+    total = x.copy()
+    travelling = x.copy()
     for _ in range(comm.size - 1):
         travelling = exchange(comm, travelling, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
         total += travelling
@@ -194,7 +197,8 @@ def ring_reduce_scatter_in_place(comm, x, after_step=lambda: None):
     p, r = comm.size, comm.rank
     chunks = np.array_split(x, p)  # views of x
     for step in range(p - 1):
-        leaving, growing = chunks[(r - 1 - step) % p], chunks[(r - 2 - step) % p]
+        leaving = chunks[(r - 1 - step) % p]
+        growing = chunks[(r - 2 - step) % p]
         growing += exchange(comm, leaving, (r + 1) % p, (r - 1) % p, like=growing)  # in the next step it leaves
         after_step()
 
@@ -204,7 +208,8 @@ def ring_all_gather_in_place(comm, x, after_step=lambda: None):
     p, r = comm.size, comm.rank
     chunks = np.array_split(x, p)
     for step in range(p - 1):
-        leaving, missing = chunks[(r - step) % p], chunks[(r - 1 - step) % p]
+        leaving = chunks[(r - step) % p]
+        missing = chunks[(r - 1 - step) % p]
         missing[...] = exchange(comm, leaving, (r + 1) % p, (r - 1) % p, like=missing)
         after_step()
 
@@ -445,7 +450,8 @@ def all_to_all(comm, x):
     arrived = np.empty((p, x.size // p), x.dtype)
     arrived[r] = chunks[r]
     for distance in range(1, p):
-        dest, source = (r + distance) % p, (r - distance) % p
+        dest = (r + distance) % p
+        source = (r - distance) % p
         arrived[source] = exchange(comm, chunks[dest], dest, source)
     return arrived
 
@@ -563,7 +569,8 @@ if p > 1 and rank == 0:
 # %%
 from minipar.comm import Network
 
-ALPHA, BETA = 2.0**-16, 2.0**-30  # 15 microseconds per message, 1.07 GB/s
+ALPHA = 2.0**-16  # 15 microseconds per message
+BETA = 2.0**-30  # 1.07 GB/s
 network = Network(ALPHA, BETA)
 FORMULAS = {
     "ring": lambda p, n: 2 * (p - 1) * (ALPHA + n / p * BETA),
@@ -599,7 +606,9 @@ from functools import partial
 from minipar.comm.communicator import FEW_STEPS_BELOW
 
 if rank == 0:
-    ranks, steps, share = 16, 4, 2 * 15 / 16
+    ranks = 16
+    steps = 4
+    share = 2 * 15 / 16
     times = {(name, 1 << k): FORMULAS[name](ranks, 1 << k) for name in FORMULAS for k in range(10, 22, 2)}
     for (name, nbytes), seconds in times.items():
         assert run_local(ranks, simulate, name, nbytes, clock="model", network=network) == [seconds] * ranks
@@ -680,7 +689,8 @@ def ring_all_gather_steps(comm, x):
     p, r = comm.size, comm.rank
     chunks = np.array_split(x, p)
     for step in range(p - 1):
-        leaving, missing = chunks[(r - step) % p], chunks[(r - 1 - step) % p]
+        leaving = chunks[(r - step) % p]
+        missing = chunks[(r - 1 - step) % p]
         yield comm.isend(leaving, (r + 1) % p), comm.irecv(missing, (r - 1) % p)
 
 
@@ -763,7 +773,8 @@ def off_by_one(comm, x):
     p, r = comm.size, comm.rank
     chunks = np.array_split(x, p)
     for step in range(p - 1):
-        leaving, growing = chunks[(r - step) % p], chunks[(r - 1 - step) % p]
+        leaving = chunks[(r - step) % p]
+        growing = chunks[(r - 1 - step) % p]
         growing += exchange(comm, leaving, (r + 1) % p, (r - 1) % p, like=growing)
 
 
@@ -775,7 +786,8 @@ def check(reduce_scatter, chunk_of, values):
         reduce_scatter(comm, x)
         return np.split(x, 4)[chunk_of(comm.rank)]
 
-    result, expected = np.concatenate(run_local(4, returned)), sum(values(r) for r in range(4))
+    result = np.concatenate(run_local(4, returned))
+    expected = sum(values(r) for r in range(4))
     assert np.array_equal(result, expected), f"{result} is not {expected}"
 
 
@@ -892,14 +904,16 @@ if rank == 0:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 each = 2 * 14e9 * 63 / 64  # 1. bytes sent by each GPU
-latency, transfer = 2 * 63 * 15e-6, each / 50e9
+latency = 2 * 63 * 15e-6
+transfer = each / 50e9
 assert round(each / 1e9, 2) == 27.56 and round(latency * 1e3, 2) == 1.89 and round(transfer, 3) == 0.551
 assert round(14 / transfer, 1) == 25.4 and round(each / 1e9 / transfer, 1) == 50.0  # algbw, busbw in GB/s
 assert round(15e-6 * 50e9 * (126 - 6) / (6 - 126 / 64) / 1e6, 1) == 22.3  # 2. megabytes
 
 
 def hierarchical_all_reduce(comm, x, g, algorithm="ring"):
-    inside, across = comm.split(comm.rank // g, "inside"), comm.split(comm.rank % g, "across")
+    inside = comm.split(comm.rank // g, "inside")
+    across = comm.split(comm.rank % g, "across")
     chunk = across.all_reduce(inside.reduce_scatter(x, algorithm=algorithm), algorithm=algorithm)
     inside.all_gather(chunk, x, algorithm="ring")
     return x, comm.traffic.bytes("all_reduce", "across")

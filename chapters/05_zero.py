@@ -121,8 +121,7 @@ for ranks, printed in PAPER.items():
 # *Deeper, 2 minutes.*
 #
 # The library's version gives the same bytes. It also handles uneven chunks, other precisions, and accumulated gradients
-# (5.9). The `--memory-limit` of the trainer, `python -m minipar.train`, uses it to refuse a run that cannot fit, before
-# it starts.
+# (5.9). With `--memory-limit` the trainer, `python -m minipar.train`, uses it to refuse a run before it starts.
 
 # %%
 if rank == 0:
@@ -168,8 +167,10 @@ from minipar.nn import AdamW, Parameter
 size = 1003
 start, stop = chunk_bounds(size, d)[rank]
 theta = np.linspace(-1, 1, size)
-replica, chunk = Parameter(theta.copy()), Parameter(theta[start:stop].copy())
-adam_of_all, adam_of_chunk = AdamW([replica]), AdamW([chunk])
+replica = Parameter(theta.copy())
+chunk = Parameter(theta[start:stop].copy())
+adam_of_all = AdamW([replica])
+adam_of_chunk = AdamW([chunk])
 gathered = np.empty(size)
 for step in range(3):
     gradient = np.random.default_rng([step, rank]).normal(size=size)  # this rank's own gradient
@@ -183,8 +184,8 @@ for step in range(3):
     comm.all_gather(chunk.data, out=gathered, algorithm="pairwise")
 
     assert same_bits(gathered, replica.data)
-    in_one, in_two = comm.traffic.bytes("all_reduce"), comm.traffic.bytes() - comm.traffic.bytes("all_reduce")
-    assert in_one == in_two
+    in_one = comm.traffic.bytes("all_reduce")
+    assert comm.traffic.bytes() - in_one == in_one  # the reduce-scatter and the all-gather
 state = [sum(a.nbytes for a in (*adam.exp_avg, *adam.exp_avg_sq)) for adam in (adam_of_all, adam_of_chunk)]
 assert state == [16 * size, 16 * (stop - start)]
 say(f"three steps, {size} parameters: the same bits, and {in_one:,} bytes sent by rank 0 per step either way")
@@ -206,8 +207,7 @@ say(f"optimizer state on rank 0: {state[0]:,} bytes whole, {state[1]:,} as a chu
 # the inner sum on each rank, the outer one an all-reduce of a single value. Every element counts once. To get the same
 # bits, stage 0 sums in this order too. Where a framework pads the flat array so that $d$ divides it, the padding's
 # gradient must be 0: then it adds nothing to the norm, and AdamW leaves the padding as it is. (The update of Muon,
-# another optimizer, reads whole matrices, which chunks cut: [9.11](09_3d_parallel.ipynb) shows what breaks, and the
-# remedy.)
+# another optimizer, reads whole matrices, which chunks cut: [9.11](09_3d_parallel.ipynb) has the remedy.)
 #
 # The library adds three things. Buckets are reduce-scattered during backward, as their gradients become complete, and
 # not after it. The optimizer sees *shards*, the pieces of parameters that lie in this rank's chunks. And when the
@@ -252,7 +252,8 @@ from minipar.memory import MemoryLedger, hold
 
 ledger = MemoryLedger()
 with ledger.recording():
-    first, second = np.zeros(100), np.zeros(10)
+    first = np.zeros(100)
+    second = np.zeros(10)
     hold("gradients", first, second)
 assert ledger.held["gradients"] == 880
 first = None  # the last reference: the array is freed here
@@ -270,7 +271,8 @@ from functools import partial
 from minipar.comm import wire_bytes
 
 LAYERS, WIDTH, BARE_STEPS = 4, 9, 3
-ONE, ALL = WIDTH**2, LAYERS * WIDTH**2  # parameters of one layer and of all
+ONE = WIDTH**2  # parameters of one layer
+ALL = LAYERS * ONE
 begin, end = chunk_bounds(ONE, d)[rank]  # this rank's chunk of each layer
 
 
@@ -335,7 +337,8 @@ assert most == [8 * ALL, 8 * ALL, 16 * ALL] and sent == bytes_sent(("all_reduce"
 
 # %%
 OWNED = LAYERS * (end - begin)
-SCATTER, GATHER = ("reduce_scatter", "ring"), ("all_gather", "pairwise")
+SCATTER = ("reduce_scatter", "ring")
+GATHER = ("all_gather", "pairwise")
 
 
 def reduce_scatter_into(chunks, i, full):
@@ -540,8 +543,7 @@ if rank == 0:
 # **How large should a unit be?** With $k$ equal units prefetch keeps up to two whole ones, $2\Psi/k$ parameters,
 # besides the chunks. A step has about $3k$ collectives, and each takes at least $(d-1)\alpha$ (5.6). The first gather
 # and the last reduce-scatter hide behind nothing, and they are shorter if units are smaller. So units should be as
-# small as possible, but large enough that a unit's computation hides the latency of its gather. A block is the usual
-# choice.
+# small as possible, but large enough that a unit's computation hides its gather's latency: usually they are blocks.
 #
 # The words are those of PyTorch's FSDP2: `unshard` starts a gather, and `wait_for_unshard` lets the parameters refer to
 # the array when it has arrived:
@@ -586,7 +588,9 @@ from chapters.support.ch05 import watch
 from minipar.memory import enter
 from minipar.train.data import Batches, load_tokens
 
-T, STEPS, CLIP = 32, 3, 0.5
+T = 32
+STEPS = 3
+CLIP = 0.5
 config = mp.GPTConfig(vocab_size=256, n_positions=T, n_embd=64, n_layer=4, n_head=4)
 text = load_tokens(None, vocab_size=256, seq_len=T)
 
@@ -596,7 +600,8 @@ def train(wrap, m=1, every=False, steps=STEPS):
     batches = Batches(text, seq_len=T, global_batch=m * d, order="random", seed=0)
     wrapper = wrap(mp.GPT(config, dtype="float64", deferred=True), comm, algorithm="ordered")
     optimizer = mp.AdamW(wrapper.parameters(), lr=3e-3)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step in range(steps):
         comm.traffic.reset()
         enter("forward", restart=True)
@@ -619,7 +624,8 @@ def run(stage, **options):
 
 plain, one, two, three = runs = [run(stage) for stage in range(4)]
 sizes = [bucket.size for bucket in plain.wrapper.buckets]
-Psi, own = sum(sizes), sum(stop - start for size in sizes for start, stop in [chunk_bounds(size, d)[rank]])
+Psi = sum(sizes)
+own = sum(stop - start for start, stop in (chunk_bounds(size, d)[rank] for size in sizes))
 for stage, watched in enumerate(runs):
     state = model_state(Psi, own, stage, FLOAT64)
     assert same_bits(watched.bits, plain.bits)
@@ -701,7 +707,7 @@ if rank == 0:
     times = {}
     for bandwidth, expected in EXPECTED.items():
         steps = {name: watch.simulate(*kind, bandwidth) for name, kind in KINDS.items()}
-        replicated, sharded = steps["stage 0"], steps["stage 3"]
+        replicated, _, _, sharded = steps.values()
         assert [round(step.seconds * 1e3, 3) for step in steps.values()] == expected
         assert 2 * sharded.bytes == 3 * replicated.bytes and 2 * sharded.messages == 3 * replicated.messages
         tokens = 3 / 4 * 4 * watch.SPEED / bandwidth / 2  # the right side of the condition
@@ -765,7 +771,8 @@ building = MemoryLedger()
 with building.recording():
     FSDP(mp.GPT(config, dtype="float64", deferred=True), comm)
 assert building.peak <= 8 * (2 * own + max(sizes))
-made, peak = 8 * Psi / 2**20, building.peak / 2**20
+made = 8 * Psi / 2**20
+peak = building.peak / 2**20
 say(f"while a model of {made:.3f} MiB was made, rank 0 held at most {peak:.3f} MiB, gradients included")
 
 # %% [markdown]
@@ -780,10 +787,10 @@ say(f"while a model of {made:.3f} MiB was made, rank 0 held at most {peak:.3f} M
 #   until the last backward, next to the chunks. The saving of stage 2 is gone.
 # - **Reduce-scatter after every microbatch** and add up the chunks. Memory: $\Psi/d$. Bytes: $m$ reduce-scatters.
 #
-# Stage 3 also gathers parameters for every microbatch, twice. (It could keep them gathered from the first forward to
-# the last backward, as PyTorch's FSDP2 does with `set_reshard_after_backward(False)`. That is one gather instead of
-# $2m$, so $2\Psi$ in all with `no_sync`. But then all parameters and gradients are on every rank, and only the saving
-# of stage 1 is left. minipar has no such mode.) Elements sent per rank and step, each times $\frac{d-1}{d}$:
+# Stage 3 also gathers parameters for every microbatch, twice. (It could keep them gathered until the last backward, as
+# PyTorch's FSDP2 does with `reshard_after_forward=False` and `set_reshard_after_backward(False)`. That is one gather
+# instead of $2m$, so $2\Psi$ in all with `no_sync`. But then all parameters and gradients are on every rank, and only
+# the saving of stage 1 is left. minipar has no such mode.) Elements sent per rank and step, each times $\frac{d-1}{d}$:
 #
 # | | reduce-scatter | all-gather | together |
 # | --- | --- | --- | --- |

@@ -107,7 +107,8 @@ D = random.normal(size=(4 * h, h))
 blocks = max(t, 2)
 
 Z = gelu_array(X @ A)[0] @ D
-columns, rows = np.split(A, blocks, axis=1), np.split(D, blocks)
+columns = np.split(A, blocks, axis=1)
+rows = np.split(D, blocks)
 parts = [gelu_array(X @ A_r)[0] @ D_r for A_r, D_r in zip(columns, rows, strict=True)]
 assert relative_difference(sum(parts), Z) < 1e-13
 
@@ -169,9 +170,13 @@ def row_backward(x, weight, dz):  # dz (N, o) is whole
 
 
 # %%
-bias_a, bias_d, dZ = random.normal(size=4 * h), random.normal(size=h), random.normal(size=(N, h))
+bias_a = random.normal(size=4 * h)
+bias_d = random.normal(size=h)
+dZ = random.normal(size=(N, h))
 mine = slice(rank * 4 * h // t, (rank + 1) * 4 * h // t)  # this rank's columns of A and rows of D
-A_r, bias_r, D_r = A[:, mine].copy(), bias_a[mine], D[mine]
+A_r = A[:, mine].copy()
+bias_r = bias_a[mine]
+D_r = D[mine]
 
 comm.traffic.reset()
 y, slope = gelu_array(column_forward(X, A_r, bias_r))
@@ -344,7 +349,8 @@ if rank == 0:
 
 L, V = 2, 257  # layers, and words in the vocabulary: a prime, so that nothing divides it
 shape = GPTConfig(vocab_size=V, n_positions=T, n_embd=h, n_layer=L, n_head=a)
-serial, model = GPT(shape, dtype="float64"), GPT(shape, dtype="float64")
+serial = GPT(shape, dtype="float64")
+model = GPT(shape, dtype="float64")
 tensor_parallel(model, comm)
 theirs = dict(serial.h[0].named_parameters())
 cuts = {}
@@ -439,7 +445,8 @@ def split_loss(logits, targets, first):
 # %%
 from minipar.comm import wire_bytes
 
-logits, goal = random.normal(0, 5, (N, V)), random.integers(0, V, N)
+logits = random.normal(0, 5, (N, V))
+goal = random.integers(0, V, N)
 words = np.array_split(np.arange(V), t)[rank]
 comm.traffic.reset()
 loss, gradient = split_loss(logits[:, words], goal, words[0])
@@ -510,7 +517,9 @@ for what, alone in walk_through_attention(serial, inputs):
     most = 0 if what in ("embedding, summed", "ln_1") else 1e-13
     assert relative_difference(parallel[what], alone) <= most
 
-y, c_proj, predicted = parallel["attention: heads"], serial.h[0].attn.c_proj, 0.0
+y = parallel["attention: heads"]
+c_proj = serial.h[0].attn.c_proj
+predicted = 0.0
 for block in (slice(r * h // t, (r + 1) * h // t) for r in range(t)):  # one device adds the same blocks in rank order
     predicted += np.ascontiguousarray(y[..., block]).reshape(N, -1) @ c_proj.weight.data[block].copy()
 assert np.array_equal(predicted.reshape(B, T, h) + c_proj.bias.data, parallel["c_proj: rows, summed"])
@@ -589,10 +598,12 @@ say(f"counted: {sum(traffic.values()):,} bytes, of which {small:,} for the loss"
 # %%
 from minipar.nn import Dropout, DropoutKeys, MaskSlice, dropping
 
-every, own = Dropout("h.0.attn.attn_dropout", 0.3), Dropout("h.0.attn.attn_dropout", 0.3)
+every = Dropout("h.0.attn.attn_dropout", 0.3)
+own = Dropout("h.0.attn.attn_dropout", 0.3)
 own.mask_slices.append(MaskSlice(dim=1, count=t, select=lambda heads: np.split(heads, t)[rank]))
 with dropping(DropoutKeys(seed=0, step=0, samples=range(B))):
-    whole, kept = every.mask((B, a, T, T)), own.mask((B, a // t, T, T))
+    whole = every.mask((B, a, T, T))
+    kept = own.mask((B, a // t, T, T))
 assert np.array_equal(kept, np.split(whole, t, axis=1)[rank])
 worst, _ = compare_with_one_device(comm, shape, (inputs, targets), dropout=0.3)
 assert worst < 1e-12
@@ -902,7 +913,9 @@ if rank == 0:
 # %%
 from chapters.support.predict import predict, reveal
 
-S, WIDTH, BATCH = 4e14, 6144, 2048  # operations per second of a device, elements per token, tokens
+S = 4e14  # operations per second of a device
+WIDTH = 6144  # elements per token
+BATCH = 2048  # tokens
 LINKS = {
     "NVLink": Network(3e-6, 1 / 450e9),
     "InfiniBand": Network(5e-6, 1 / 50e9),
@@ -921,7 +934,8 @@ def layer_seconds(ranks, link):
     return computation, 4 * reduce, hidden
 
 
-bars, lines = {}, {}
+bars = {}
+lines = {}
 for name, link in LINKS.items():
     computation, sums, hidden = (1e3 * seconds for seconds in layer_seconds(8, link))
     bars[name] = computation, sums - hidden
@@ -980,7 +994,8 @@ single = {}
 for steps in (1, 3) if rank == 0 else ():
     config = resolve(parse([*FLAGS, "--global-batch", "4", "--steps", str(steps)]), 1)
     single[steps] = train_on_one_device(config, tokens)
-caught, losses = {}, {}
+caught = {}
+losses = {}
 for name in MISTAKES:
     flags = ["--sequence-parallel"] if name[0] == "5" and t > 1 else []
     with MISTAKES[name]():

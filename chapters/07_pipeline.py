@@ -380,7 +380,8 @@ def run_list(pipe, lists, weights, batch, blocking=False):
     """Do this rank's list. Return the gradient of its weight, added over all microbatches in their order."""
     r = pipe.rank
     m = len(batch)
-    x, y = {}, {}  # by microbatch
+    x = {}  # by microbatch
+    y = {}
     sent = []
     weight = weights[r]
     d_weight = np.zeros_like(weight)

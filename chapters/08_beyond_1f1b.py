@@ -288,7 +288,9 @@ for (p, m), k in product(SIZES, (1, 2)):
             held = np.cumsum([taken[kind] for kind, _, _ in actions])
             assert max(held) == k * (p - 1) + 1
         for t in TIMES:
-            f, i, w = t["F"], t["I"], t["W"]
+            f = t["F"]
+            i = t["I"]
+            w = t["W"]
             assert idle(lists, t) == (p - 1) * max(f, f + i - k * w, i - (k - 1) * f)
 
 # %% [markdown]
@@ -523,7 +525,8 @@ if rank == 0:
     show_source(TwoPipelines.needs, dualpipe)
 for p, f, i, w, exchange in ((1, 4, 4, 3, 0), (2, 5, 5, 2, 1), (3, 6, 6, 6, 2), (4, 7, 7, 1, 0)):
     durations = Durations(f, i, w, exchange=exchange)
-    both, v = simulate(dualpipe(2 * p, 2 * p + 1), durations), simulate(make("dualpipev", p, 2 * p + 1), durations)
+    both = simulate(dualpipe(2 * p, 2 * p + 1), durations)
+    v = simulate(make("dualpipev", p, 2 * p + 1), durations)
     times = [[(slot.start, slot.end) for slot in row] for row in both.ranks]
     assert times[:p] == times[p:][::-1] == [[(slot.start, slot.end) for slot in row] for row in v.ranks]
     pair = max(slot.end - slot.start for slot in both.ranks[0])
@@ -634,7 +637,8 @@ from minipar.parallel.pipeline.in_order import CHANNELS, simulate_in_order
 from minipar.parallel.pipeline.schedules import SCHEDULES
 
 if rank == 0:
-    wide, equal = make("interleaved-1f1b", 8, 16), Durations(1, 1, 1)
+    wide = make("interleaved-1f1b", 8, 16)
+    equal = Durations(1, 1, 1)
     assert simulate(wide).makespan == 117
     say(f"interleaved-1f1b, p = 8, m = 16: time of a step with one channel per {', '.join(CHANNELS)}")
     expected_times = {early_receives: [168, 117, 117], lower: [117, 117, 117]}

@@ -107,6 +107,11 @@ def attend(q, k, v, diagonal=False):
     return p @ v / total, top + np.log(total)  # (..., rows, h/a), (..., rows, 1)
 
 
+def nothing_seen(q):
+    """Return the output and the log-sum-exp over no keys."""
+    return np.zeros_like(q), np.full((*q.shape[:-1], 1), -np.inf, q.dtype)
+
+
 def merge(out, lse, out_new, lse_new):
     """Return the output and the log-sum-exp over the keys of both."""
     both = np.logaddexp(lse, lse_new)
@@ -122,7 +127,7 @@ for strength in (1, 300):  # at 300 the largest score is over 710, where e^s ove
     p = np.exp(scores - scores.max(axis=1, keepdims=True))
     softmax = p / p.sum(axis=1, keepdims=True)
     for cuts in ([48], [1, 2, 90], range(1, 96)):  # two halves; unequal parts; one key at a time
-        out, lse = np.zeros_like(q), np.full((96, 1), -np.inf)
+        out, lse = nothing_seen(q)
         for columns in np.split(random.permutation(96), cuts):  # in any order
             out, lse = merge(out, lse, *attend(strength * q, k[columns], v[columns]))
         assert relative_difference(out, softmax @ v) < 1e-12
@@ -152,7 +157,8 @@ say("merged from 2, 4 and 96 parts, in any order: the softmax over all keys, to 
 def attend_running(q, k, v, blocks):
     """Return output and log-sum-exp of one head, and (maximum, sum, unnormalized output) after each block."""
     top = np.full((len(q), 1), -np.inf)
-    total, unnormalized = np.zeros((len(q), 1)), np.zeros_like(q)
+    total = np.zeros((len(q), 1))
+    unnormalized = np.zeros_like(q)
     states = []
     for columns in blocks:
         scores = scores_of(q, k[columns], False)
@@ -198,7 +204,7 @@ from chapters.support.ch11.whole_table import full, full_backward, measure_memor
 
 def blockwise(q, k, v, b):
     """Return output and log-sum-exp of causal attention, in blocks of b tokens."""
-    out, lse = np.zeros_like(q), np.full((*q.shape[:-1], 1), -np.inf, q.dtype)
+    out, lse = nothing_seen(q)
     for i in range(0, q.shape[-2], b):
         rows = np.s_[..., i : i + b, :]
         for j in range(0, i + 1, b):  # the blocks right of the diagonal are skipped
@@ -209,8 +215,11 @@ def blockwise(q, k, v, b):
 
 
 a_kv = c * -(-2 // c)  # the smallest multiple of c from 2 on
-a, chunk, width = 2 * a_kv, 6, 4  # heads of queries; tokens of a chunk (11.5); h/a, the elements of a head
-T, h, h_kv = 2 * c * chunk, a * width, a_kv * width
+a = 2 * a_kv  # heads of queries
+chunk, width = 6, 4  # tokens of a chunk (11.5); h/a, the elements of a head
+T = 2 * c * chunk
+h = a * width
+h_kv = a_kv * width
 q, dout = random.normal(size=(2, a_kv, a // a_kv, T, width))
 k, v = random.normal(size=(2, a_kv, 1, T, width))
 whole, p = full(q, k, v)
@@ -246,22 +255,23 @@ def attend_backward(q, k, v, lse, delta, dout, diagonal=False):
     """Return a block's terms of the gradients of q, k and v. delta: (..., rows, 1) is the sum of dout * out."""
     p = np.exp(scores_of(q, k, diagonal) - lse)  # (..., rows, columns), of the softmax over all keys
     ds = p * (dout @ v.swapaxes(-1, -2) - delta) * q.shape[-1] ** -0.5
-    dk, dv = ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dout  # (a_kv, a/a_kv, columns, h/a)
+    dk = ds.swapaxes(-1, -2) @ q  # (a_kv, a/a_kv, columns, h/a)
+    dv = p.swapaxes(-1, -2) @ dout
     return ds @ k, dk.sum(axis=-3, keepdims=True), dv.sum(axis=-3, keepdims=True)  # k and v serve a/a_kv heads
 
 
 def blockwise_backward(q, k, v, out, lse, dout, b):
     """Return the gradients of q, k and v."""
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    gradients = [np.zeros_like(x) for x in (q, k, v)]
     delta = (dout * out).sum(axis=-1, keepdims=True)
     for i in range(0, q.shape[-2], b):
         rows = np.s_[..., i : i + b, :]
         for j in range(0, i + 1, b):
             columns = np.s_[..., j : j + b, :]
             parts = attend_backward(q[rows], k[columns], v[columns], lse[rows], delta[rows], dout[rows], i == j)
-            for gradient, place, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
+            for gradient, place, part in zip(gradients, (rows, columns, columns), parts, strict=True):
                 gradient[place] += part
-    return dq, dk, dv
+    return gradients
 
 
 one_device = full_backward(q, k, v, p, dout)
@@ -282,12 +292,11 @@ say("gradients of q, k and v from blocks = those from the whole table")
 # %%
 LENGTHS = (256, 512, 1024, 2048)
 if rank == 0:
-    costs = {
-        "whole table": [measure_memory_and_time(T, full, full_backward) for T in LENGTHS],
-        "blocks of 128": [
-            measure_memory_and_time(T, blockwise, blockwise_backward, b=128, keeps_output=True) for T in LENGTHS
-        ],
-    }
+    costs = {"whole table": [], "blocks of 128": []}
+    for length in LENGTHS:
+        costs["whole table"].append(measure_memory_and_time(length, full, full_backward))
+        measured = measure_memory_and_time(length, blockwise, blockwise_backward, b=128, keeps_output=True)
+        costs["blocks of 128"].append(measured)
     for name, rows in costs.items():
         for length, (peak, seconds) in zip(LENGTHS, rows, strict=True):
             say(f"{name:<14} T = {length:>4}: peak {peak / 2**20:>6.1f} MiB, {seconds * 1e3:>6.0f} ms")
@@ -334,7 +343,8 @@ if rank == 0:
 # %%
 def start_pass(comm, array):
     """Start to send an array to the right, and to receive the left neighbour's."""
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    right = (comm.rank + 1) % comm.size
+    left = (comm.rank - 1) % comm.size
     return comm.isend(array, right), comm.irecv(np.empty_like(array), left)
 
 
@@ -346,7 +356,7 @@ def finish_pass(messages):
 
 def simple_ring(comm, q, kv):
     """Return output and log-sum-exp of one head: q (T/c, h/a), keys and values kv (2, T/c, h/a)."""
-    out, lse = np.zeros_like(q), np.full((len(q), 1), -np.inf)
+    out, lse = nothing_seen(q)
     for step in range(comm.size):
         messages = start_pass(comm, kv) if step < comm.size - 1 else None  # under way while we compute
         owner = (comm.rank - step) % comm.size  # whose keys and values are here
@@ -403,7 +413,7 @@ def pairs(r, owner, c, order):
 def ring_forward(comm, q, kv, order):
     """Return this rank's output and log-sum-exp."""
     r, c = comm.rank, comm.size
-    out, lse = np.zeros_like(q), np.full((*q.shape[:-1], 1), -np.inf)
+    out, lse = nothing_seen(q)
     for step in range(c):
         messages = start_pass(comm, kv) if step < c - 1 else None  # under way while we compute
         for x, y, diagonal in pairs(r, (r - step) % c, c, order):
@@ -422,7 +432,9 @@ def ring_forward(comm, q, kv, order):
 def ring_backward(comm, q, kv, out, lse, dout, order, short=False):
     """Return this rank's gradients of q and of kv. (`short` is a mistake, for 11.9.)"""
     r, c = comm.rank, comm.size
-    delta, dq, dkv = (dout * out).sum(axis=-1, keepdims=True), np.zeros_like(q), np.zeros_like(kv)
+    delta = (dout * out).sum(axis=-1, keepdims=True)
+    dq = np.zeros_like(q)
+    dkv = np.zeros_like(kv)
     for step in range(c):
         messages = start_pass(comm, kv) if step < c - 1 else None
         for x, y, diagonal in pairs(r, (r - step) % c, c, order):
@@ -548,7 +560,7 @@ if rank == 0:
 # %%
 def gathered_forward(comm, q, kv, order):
     everyone = comm.all_gather(kv, algorithm="ring").reshape(comm.size, *kv.shape)
-    out, lse = np.zeros_like(q), np.full((*q.shape[:-1], 1), -np.inf)
+    out, lse = nothing_seen(q)
     for owner in range(comm.size):
         for x, y, diagonal in pairs(comm.rank, owner, comm.size, order):
             out[x], lse[x] = merge(out[x], lse[x], *attend(q[x], *everyone[owner][:, y], diagonal))
@@ -598,9 +610,8 @@ gradients = blockwise_backward(q_h, k_h, v_h, out_h, lse_h, to_heads(comm, own_d
 dq_u, dk_u, dv_u = (to_tokens(comm, gradient, order) for gradient in gradients)
 sent = comm.traffic.bytes()
 out_1, lse_1 = blockwise(q, k, v, chunk)  # one device, with the same blocks
-for part, alone in zip(
-    (out_u, dq_u, dk_u, dv_u), (out_1, *blockwise_backward(q, k, v, out_1, lse_1, dout, chunk)), strict=True
-):
+expected = (out_1, *blockwise_backward(q, k, v, out_1, lse_1, dout, chunk))
+for part, alone in zip((out_u, dq_u, dk_u, dv_u), expected, strict=True):
     assert np.array_equal(part, cut(alone, rank, c, order))
 assert sent == 4 * (h + h_kv) * (T // c) * (c - 1) // c * 8
 say(f"Ulysses = one device, bit for bit; each rank sent {sent:,} bytes = 4 (h + h_kv) u (c-1)/c values")
@@ -627,7 +638,8 @@ say(f"Ulysses = one device, bit for bit; each rank sent {sent:,} bytes = 4 (h + 
 # %%
 def per_token(c, group):
     """Return the elements that a rank sends per layer and own token, in units of h."""
-    ring, gathered = Fraction(6 * c - 4, group), Fraction(6 * (c - 1), group)
+    ring = Fraction(6 * c - 4, group)
+    gathered = Fraction(6 * (c - 1), group)
     return {"ring": ring, "all-gather": gathered, "ulysses": 4 * (1 + Fraction(1, group)) * Fraction(c - 1, c)}
 
 
@@ -657,7 +669,8 @@ if rank == 0:
 # $$\frac{2 u^2 h}{S} \ge 2 u\, h_{kv}\, w\, \beta, \quad\text{that is, if}\quad u \ge S\,w\,\beta\,\frac{a_{kv}}{a} .$$
 
 # %%
-S, w = 4e14, 2  # as in chapter 6: an assumption, 40 % of an H100's 989 TFLOP/s; 16 bit
+S = 4e14  # as in chapter 6: an assumption, 40 % of an H100's 989 TFLOP/s
+w = 2  # 16 bit
 HIDDEN = {"NVLink 4, 450 GB/s": (1 / 450e9, 1778), "InfiniBand NDR, 50 GB/s": (1 / 50e9, 16_000)}
 for name, (beta, tokens) in HIDDEN.items():
     assert round(S * w * beta) == tokens
@@ -752,7 +765,8 @@ MISTAKES = {
     "4. positions from 0": ("positions",),
 }
 right_losses, right, _ = toy.train(serial(), weights)
-caught, curves = {}, {}
+caught = {}
+curves = {}
 for name, mistakes in MISTAKES.items():
     losses, gradients, sent = toy.train(comm, weights, mistakes)
     curves[name] = losses
@@ -795,7 +809,8 @@ if rank == 0:
     show_source(attention.merge, attention.attend_backward)
 
 
-arrays, scale = (q[None], k[None], v[None]), width**-0.5  # one sample: (B, n, g, T, h/a) and (B, n, 1, T, h/a)
+arrays = (q[None], k[None], v[None])  # one sample: (B, n, g, T, h/a) and (B, n, 1, T, h/a)
+scale = width**-0.5
 library = attention.attend(*arrays, scale)
 gradients = attention.attend_backward(dout[None], *arrays, *library, scale)
 for part, alone in zip((library[0], *gradients), (whole, *one_device), strict=True):
@@ -863,7 +878,8 @@ from minipar.train.from_config import step_layout
 from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 
-heads, length = c * -(-24 // c), 2 * c * -(-24 // c)  # c divides the heads, and 2c the tokens
+heads = c * -(-24 // c)  # a multiple of c
+length = 2 * heads  # a multiple of 2c
 FLAGS = f"--layers 2 --hidden {4 * heads} --heads {heads} --seq-len {length} --dtype float64 --lr 3e-3 --eps 1e-6"
 text = load_tokens(None, vocab_size=256, seq_len=length)
 for cp in (k for k in range(2, c + 1) if c % k == 0):
@@ -999,8 +1015,8 @@ say(f"scores: {seen.sum()} of {48 * 49 // 2} without boundaries")
 # %% [markdown]
 # **The loss at a boundary.** The target of a document's last token would be the first token of another document, which
 # nothing predicts. minipar ignores it, and does not count it: the mean is over the targets that are left on all ranks
-# of dp and cp together, whose number differs from step to step. (Megatron-LM's `--eod-mask-loss` does this too; without
-# it the boundary is trained like any other token.)
+# of dp and cp together, whose number differs from step to step. (Megatron-LM's `--eod-mask-loss` ignores these targets,
+# too; without it the boundary is trained like any other token.)
 #
 # **The work.** A document of $n$ tokens has $n(n+1)/2$ scores, so 48 tokens in one document are 1,176 scores and in
 # three of 16 tokens 408. Ranks with equally many tokens need not have equal work: over ranks a rank's queries see
@@ -1012,7 +1028,8 @@ say(f"scores: {seen.sum()} of {48 * 49 // 2} without boundaries")
 # %%
 def deal(lengths, c):
     """Return the rank of each token: zig-zag in each document."""
-    places, dealt = [], 0
+    places = []
+    dealt = 0
     for n in lengths:
         size, rest = divmod(n, 2 * c)
         places += [*((dealt + np.arange(rest)) % (2 * c)), *np.arange(2 * c).repeat(size)]

@@ -36,7 +36,8 @@ say = printer(rank)  # rank 0 prints and draws; every rank checks
 bf16 = np.dtype(ml_dtypes.bfloat16)  # NumPy has no bf16 of its own
 update = 2**-9
 steps = 24
-weight, master = bf16.type(1), np.float32(1)
+weight = bf16.type(1)
+master = np.float32(1)
 curves = {"exact": [1.0], "bf16": [1.0], "bf16, with an fp32 master": [1.0]}
 for i in range(1, steps + 1):
     weight = weight + bf16.type(update)  # adds, and rounds the sum to bf16
@@ -749,7 +750,8 @@ if rank == 0:
 # 448 instead of 240.
 
 # %%
-e4m3, e5m2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+e4m3 = np.dtype(ml_dtypes.float8_e4m3fn)
+e5m2 = np.dtype(ml_dtypes.float8_e5m2)
 table("fp8 e4m3", e4m3, 448.0, *limits(4, 3)[1:])
 table("fp8 e5m2", e5m2, *limits(5, 2))
 assert limits(4, 3)[0] == 240 and limits(4, 3)[3] == 2**-4 and limits(5, 2)[0] == 57344
@@ -783,7 +785,8 @@ def to_fp8(x, dtype):
 
 
 random = np.random.default_rng(8)
-x, w = random.normal(size=(64, 512)), 1e-3 * random.normal(size=(512, 64))
+x = random.normal(size=(64, 512))
+w = 1e-3 * random.normal(size=(512, 64))
 
 
 def product_error(a, b, scale=1.0):
@@ -791,7 +794,8 @@ def product_error(a, b, scale=1.0):
     return float(np.linalg.norm(product - x @ w) / np.linalg.norm(x @ w))
 
 
-(x8, x_scale), (w8, w_scale) = to_fp8(x, e4m3), to_fp8(w, e4m3)
+x8, x_scale = to_fp8(x, e4m3)
+w8, w_scale = to_fp8(w, e4m3)
 found = [product_error(x.astype(bf16), w.astype(bf16)), product_error(x8, w8, x_scale * w_scale)]
 found.append(product_error(x.astype(e4m3), w.astype(e4m3)))
 for name, error in zip(("bf16", "fp8 with scales", "fp8 without"), found, strict=True):

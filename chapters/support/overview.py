@@ -41,7 +41,13 @@ ROWS = (
     Row("zero3", "ZeRO 3, FSDP", (CUT, CUT, CUT, CUT, CUT), "parameters, gradients", "2 all-gathers, a reduce-scatter"),
     Row("tp", "tensor parallelism", (CUT, CUT, CUT, CUT, WHOLE), "activations", "two sums per block, each way"),
     Row("pp", "pipeline", (CUT, CUT, CUT, CUT, WHOLE), "activations", "from stage to stage"),
-    Row("cp", "context parallelism", (WHOLE, WHOLE, WHOLE, CUT, CUT), "keys and values", "around a ring, per block"),
+    Row(
+        "cp",
+        "context parallelism",
+        (WHOLE, WHOLE, WHOLE, CUT, CUT),
+        "keys, values; gradients",
+        "ring per block; all-reduce per step",
+    ),
     Row("ep", "expert parallelism", (CUT, CUT, CUT, CUT, CUT), "tokens", "to their experts and back, per block"),
 )
 

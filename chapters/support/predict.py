@@ -30,7 +30,9 @@ def reveal(name: str, result: Any, say: Callable[..., None] = print, unit: str =
 
 
 def _shown(value: Any) -> str:
-    """Return a value as the chapters print values."""
+    """Return a value as the chapters print values. A set is sorted: its own order differs from run to run."""
+    if isinstance(value, set) and value:
+        return "{" + ", ".join(map(repr, sorted(value))) + "}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -133,11 +133,11 @@ def _paragraphs(lines: list[str]) -> Iterator[str]:
         if not line.startswith("#") or line.startswith(("# %%", "# #")):
             break
         if line == "#":
-            yield " ".join(words)
+            yield _plain(" ".join(words))
             words = []
         else:
-            words.append(_plain(line))
-    yield " ".join(words)
+            words.append(line.removeprefix("# "))
+    yield _plain(" ".join(words))
 
 
 def _question(lines: list[str]) -> str:
@@ -146,15 +146,46 @@ def _question(lines: list[str]) -> str:
 
 
 def _first_sentence(lines: list[str]) -> str:
-    """Return the first sentence of a section, without the line that says how long it takes, wrapped."""
+    """Return the first sentence of a section, without the line that says how long it takes, wrapped.
+
+    An exercise, a list, a table and a picture are passed over. A lead, such as "**The norm.**", belongs to the sentence
+    after it.
+    """
     for paragraph in _paragraphs(lines):
-        if re.match(r"(Core|Deeper|Predict|Prediction)\b|[|!<\d-]", paragraph) or not paragraph:
+        if re.match(r"(Core|Deeper|Predict|Prediction|Exercise)\b|[|!<\d-]", paragraph) or not paragraph:
             continue
-        return textwrap.fill(re.split(r"(?<=[a-z)\]][.?]) (?=[A-Za-z])", paragraph)[0], WIDTH)
+        sentences = re.split(r"(?<=[\w)\]%][.?]) (?=[A-Za-z(])", paragraph)
+        count = 2 if len(sentences[0].split()) < 3 else 1
+        sentence = " ".join(sentences[:count])
+        if sentence[-1] not in ".?:)":  # a formula comes next
+            sentence += " ..."
+        return textwrap.fill(sentence, WIDTH)
     return ""
 
 
-def _plain(line: str) -> str:
-    """Remove Markdown's and TeX's marks from a line of a comment."""
-    without_marks = re.sub(r"^# |[`$*]", "", line)
-    return re.sub(r"\\(?:text|mathrm)\{([^}]*)\}|\\([A-Za-z]+)|\\,", r"\1\2", without_marks)
+# What TeX's commands print. Those that are not here print their names: alpha.
+TEX = {
+    "cdot": "*",
+    "dots": "...",
+    "ge": ">=",
+    "langle": "<",
+    "le": "<=",
+    "pm": "+-",
+    "rangle": ">",
+    "times": "x",
+    "to": "->",
+    "top": "T",
+}
+
+
+def _plain(text: str) -> str:
+    """Remove Markdown's and TeX's marks. Of a link the text stays."""
+
+    def of_tex(found: re.Match[str]) -> str:
+        name = found[2] or ""
+        return found[1] or TEX.get(name, name)
+
+    without_links = re.sub(r"(?<!!)\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    without_marks = re.sub(r"[`$*]", "", without_links)
+    without_tex = re.sub(r"\\(?:text|mathrm)\{([^}]*)\}|\\([A-Za-z]+)|\\,", of_tex, without_marks)
+    return without_tex.replace("{", "(").replace("}", ")")

@@ -16,6 +16,13 @@ def test_zero_divides_what_the_picture_shows(key, stage):
     assert [CUT if elements == own else WHOLE for elements in held] == list(ROW_OF[key].has[:3])
 
 
+def test_copies_of_parameters_add_up_their_gradients():
+    """Devices with all parameters and other tokens have terms of the same gradients: data and context parallelism."""
+    copies = [row for row in ROWS if row.has[0] == WHOLE and row.has[-1] == CUT]
+    assert {"dp", "cp"} < {row.key for row in copies}
+    assert [row.key for row in copies if "gradients" not in row.sends] == []
+
+
 def test_the_rows_of_a_chapter_are_marked():
     figure = draw_strategies(["zero1", "zero2"])
     bold = [text.get_text() for text in figure.axes[0].texts if text.get_fontweight() == "bold"]

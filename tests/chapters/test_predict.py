@@ -33,6 +33,14 @@ def test_what_is_no_quantity_has_no_factor():
     assert printed(1, 0) == ["bytes: 0; you predicted 1"]
 
 
+def test_a_set_is_shown_in_the_same_order_in_every_run():
+    checks = {"ranks", "bytes", "loss", "one device", "norm", "memory"}
+    assert printed(..., checks) == ["bytes: {'bytes', 'loss', 'memory', 'norm', 'one device', 'ranks'}"]
+    assert printed(checks, set()) == [
+        "bytes: set(); you predicted {'bytes', 'loss', 'memory', 'norm', 'one device', 'ranks'}"
+    ]
+
+
 def test_a_result_that_nobody_asked_for_is_a_mistake():
     with pytest.raises(KeyError):
         reveal("never asked", 1)
