@@ -106,16 +106,18 @@ LAB ?=
 lab: $(VENV)/.notebook
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB) chapters/01_autograd.ipynb
 
-# Two files at a time: most tests are one process that computes or waits. A file's tests share what they have computed.
-# nbmake, which `make notebooks` needs, would be imported in each of three processes. Some containers forbid Python to
-# keep compiled modules; each of the thousands of ranks that the tests start would compile minipar again.
-TWO_AT_A_TIME := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:nbmake --numprocesses 2 --dist loadfile
+# One process runs a file's tests, which share what they have computed. nbmake, which `make notebooks` needs, would be
+# imported in each process. Some containers forbid Python to keep compiled modules; each of the thousands of ranks that
+# the tests start would compile minipar again.
+BY_FILE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:nbmake --dist loadfile
+# Three files at a time, on two cores too: many tests wait for the ranks that they have started.
+THREE_AT_A_TIME := $(BY_FILE) --numprocesses 3
 
 test: $(VENV)/.test
-	$(TWO_AT_A_TIME) --no-loadscope-reorder $(PYTEST)
+	$(THREE_AT_A_TIME) --no-loadscope-reorder $(PYTEST)
 
 quick: $(VENV)/.test
-	$(TWO_AT_A_TIME) $(QUICK) $(PYTEST)
+	$(THREE_AT_A_TIME) $(QUICK) $(PYTEST)
 
 # Steps of a 3D training over threads, each in another order of the threads; `make test` runs 6.
 test-schedules: $(VENV)/.test
@@ -157,10 +159,10 @@ exercises: $(VENV)/.test
 
 # Two files at a time, so torch computes on one core in each.
 reference: $(VENV)/.reference
-	OMP_NUM_THREADS=1 $(TWO_AT_A_TIME) tests/reference $(PYTEST)
+	OMP_NUM_THREADS=1 $(BY_FILE) --numprocesses 2 tests/reference $(PYTEST)
 
 long: $(VENV)/.test
-	$(TWO_AT_A_TIME) --no-loadscope-reorder -m long $(PYTEST)
+	$(THREE_AT_A_TIME) --no-loadscope-reorder -m long $(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

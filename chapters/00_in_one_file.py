@@ -574,9 +574,9 @@ say("\n0.8 A column-parallel and a row-parallel layer\nresult and gradients are 
 # forward for each rank to its right, then one forward and one backward in turn, then the backwards that are left. So it
 # keeps the activations of at most $p - r$ microbatches.
 #
-# ![1F1B on 8 ranks with 32 microbatches](../visualize/gallery/schedule_1f1b_8x32.png)
+# ![1F1B on 8 ranks with 16 microbatches](../visualize/gallery/schedule_1f1b_8x16.png)
 #
-# *The schedule on 8 ranks, with 32 microbatches. Time runs from left to right. White is waiting: the first microbatch
+# *The schedule on 8 ranks, with 16 microbatches. Time runs from left to right. White is waiting: the first microbatch
 # must come down to the last rank before any gradient can come back. Below are the activations that each rank keeps.*
 
 

@@ -20,8 +20,8 @@
 #
 # ![Ring all-reduce on four ranks](../visualize/gallery/ring_all_reduce.gif)
 #
-# Rows are ranks and columns are *chunks* of the array. Colours are the ranks' contributions, red frames are messages.
-# Three rounds add up, three rounds hand out the sums.
+# Each row of boxes is a rank's array, cut into *chunks*. Digits are the ranks whose contributions a chunk sums, and
+# Σ is the sum of all. Red frames are messages. Three rounds add up, three rounds hand out the sums.
 #
 # An operation like this, which all ranks of a group call together, is a **collective**. NCCL and MPI provide
 # collectives as black boxes. Every strategy of this course sends with them, except pipelines and the ring of chapter
@@ -748,6 +748,7 @@ if rank == 0:
         assert overlapped == [max(4 * T_B + T_ring, T_B + 4 * T_ring)] * 4
         assert [round(seconds * 1e3, 2) for seconds in (one_by_one[0], overlapped[0], T_ring)] == milliseconds
         say(f"{nbytes >> 10} KiB per layer: {milliseconds[0]} ms one by one, {milliseconds[1]} ms overlapped")
+    watch.on_one_axis({"one by one, 4 ranks": figure, "overlapped, 4 ranks": figure_overlapped})
     show(figure, "03_one_by_one")
     show(figure_overlapped, "03_overlapped")
 

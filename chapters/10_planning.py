@@ -840,7 +840,7 @@ if rank == 0:
 # 14.3 %, in the median within 3.5 %, with a Spearman of 0.992. That is a record, in
 # [docs/planning.md](../docs/planning.md#minipars-own-runs), and a test holds the planner to it:
 #
-# ![The record](../visualize/gallery/layouts.png)
+# ![28 layouts, measured and predicted](../visualize/gallery/layouts.png)
 #
 # ### And a run on GPUs?
 #

@@ -497,9 +497,13 @@ say("the library's layer over the same ranks = ours: results, and gradients of t
 # `mapping` makes a step of autograd of two functions that are each other's adjoint; that dispatch and combine are such
 # a pair is all of its backward. What does the library add? Each parameter's `Placement` says which rank of ep holds it.
 # From this follow the ranks over which a gradient is summed, the norm over all experts, checkpoints that move to
-# another $P$, and every ZeRO stage. The axis ep is not a new dim of the mesh: its ranks are $P$ neighbours among those
-# of dp x cp, and `edp` are the ranks that hold the same experts. Here a Mixtral trains with each $P$ that divides our
-# ranks, with clipping, without ZeRO and with stage 3, against one device:
+# another $P$, and every ZeRO stage. The axis ep is not a new dim of the mesh: experts have a mesh of their own over the
+# ranks of a stage, dp x cp x tp = edp x ep x etp. `edp` are the ranks that hold the same experts, and `etp` those that
+# have parts of one. Without `--etp` these are all of tp, which cuts experts like any layer. With sequence parallelism
+# each rank of tp has tokens of its own, so with `--etp 1` it may route these, and experts stay whole: no gather and no
+# sum over tp around them, and products that are not narrowed (*parallel folding*, Liu et al. 2025, arXiv 2504.14960).
+# Here a Mixtral trains with each $P$ that divides our ranks, with clipping, without ZeRO and with stage 3, against one
+# device:
 
 # %%
 from minipar.train.config import parse, resolve
@@ -923,6 +927,7 @@ comm.barrier()
 # | --- | --- | --- | --- |
 # | `--experts E --top-k k` | `--num-experts`, `--moe-router-topk` | `num_experts`, `k` | `num_experts`, `top_k` |
 # | `--ep P` | `--expert-model-parallel-size` | `ep_size` | `expert_parallel_degree`, mesh dim `ep` |
+# | `--etp Q` | `--expert-tensor-parallel-size` | `enable_expert_tensor_parallelism` | `expert_tensor_parallel_degree` |
 # | `edp`, ranks with the same experts | expert data parallel group | expert data parallel group | mesh dim `efsdp` |
 # | `MoE.route` | `TopKRouter` | `TopKGate` | `TokenChoiceTopKRouter` |
 # | dispatch, combine | token dispatcher `alltoall` | `_AllToAll` | `all_to_all_single` with splits |

@@ -19,6 +19,7 @@ ELSEWHERE = {
     "--pp": "pipelineparallelsize pipelinemodelparallelsize",
     "--cp": "contextparallelsize",
     "--ep": "expertparallelsize expertmodelparallelsize enableexpertparallel",
+    "--etp": "experttensorparallelsize",
     "--context-parallel": "cpcommtype",
     "--virtual-stages (how many a rank has)": "numlayerspervirtualpipelinestage",
     "--virtual-stages": "numvirtualstagesperpipelinerank",

@@ -10,14 +10,10 @@ import os
 import re
 import shutil
 
-import nbformat
 import pytest
 from launcher import ROOT, run_mpi
 
 from chapters.support.show import headings
-
-jupytext = pytest.importorskip("jupytext")
-nbclient = pytest.importorskip("nbclient")
 
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9]*.py"))
 PICTURES = ("image/png", "image/svg+xml")
@@ -57,8 +53,19 @@ def str_of(value):
 chapters = pytest.mark.parametrize("chapter", CHAPTERS, ids=str_of)
 
 
-def notebook_of(chapter):
-    return nbformat.read(chapter.with_suffix(".ipynb"), as_version=4)
+@pytest.fixture(scope="module")
+def jupytext():
+    """The package. Its import takes seconds, which only these tests spend."""
+    return pytest.importorskip("jupytext")
+
+
+def v4():
+    """Return nbformat's module for notebooks of version 4. Its import takes seconds, which only these tests spend."""
+    return pytest.importorskip("nbformat.v4")
+
+
+def notebook_of(path):
+    return v4().reads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))
 
 
 def cells(notebook):
@@ -152,14 +159,15 @@ def test_chapter_runs_as_a_script(chapter, ranks, tmp_path):
 
 
 @chapters
-def test_notebook_is_the_script_executed(chapter):
+def test_notebook_is_the_script_executed(chapter, jupytext):
     assert problems(notebook_of(chapter), jupytext.read(chapter), chapter.stem not in STANDALONE) == []
 
 
 @pytest.mark.long
 @chapters
-def test_notebook_executes_from_a_clean_state(chapter, tmp_path, monkeypatch):
+def test_notebook_executes_from_a_clean_state(chapter, tmp_path, monkeypatch, jupytext):
     """Execute the script alone in an empty directory, where nothing but the installed packages may be needed."""
+    nbclient = pytest.importorskip("nbclient")
     path = shutil.copy(chapter, tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
@@ -171,7 +179,7 @@ def test_notebook_executes_from_a_clean_state(chapter, tmp_path, monkeypatch):
 
 @chapters
 @pytest.mark.parametrize("started_in", [".", "chapters"])
-def test_saving_a_notebook_leaves_its_script_as_it_is(chapter, started_in, tmp_path):
+def test_saving_a_notebook_leaves_its_script_as_it_is(chapter, started_in, tmp_path, jupytext):
     """Save a pair as JupyterLab does, with jupytext's contents manager, where versions and kernels are others."""
     (tmp_path / "chapters").mkdir()
     contents = jupytext.TextFileContentsManager()
@@ -194,7 +202,7 @@ def test_saving_a_notebook_leaves_its_script_as_it_is(chapter, started_in, tmp_p
         cell.metadata |= {"editable": True, "slideshow": {"slide_type": ""}, "collapsed": True}
     call(contents.save, model, name)
     assert (tmp_path / "chapters" / chapter.name).read_bytes() == chapter.read_bytes()
-    assert nbformat.read(path, as_version=4).metadata.kernelspec.name == "mine", "it was saved"
+    assert notebook_of(path).metadata.kernelspec.name == "mine", "it was saved"
 
 
 def test_chapter_0_is_one_file_that_needs_no_library():
@@ -268,24 +276,24 @@ def test_a_chapter_is_one_sitting(chapter):
 
 
 @pytest.fixture
-def good():
+def good(jupytext):
     """A small script and its executed notebook, without fault."""
     script = jupytext.reads("# %% [markdown]\n# Why?\n\n# %%\nprint(1)\n\n# %%\nshow()\n", fmt="py:percent")
     notebook = copy.deepcopy(script)
     first, second = (cell for cell in notebook.cells if cell.cell_type == "code")
     first.execution_count, second.execution_count = 1, 2
-    first.outputs = [nbformat.v4.new_output("stream", name="stdout", text="[stdout:0] 1\n")]
-    second.outputs = [nbformat.v4.new_output("display_data", data={"image/png": "aGk=", "text/plain": "<Picture>"})]
+    first.outputs = [v4().new_output("stream", name="stdout", text="[stdout:0] 1\n")]
+    second.outputs = [v4().new_output("display_data", data={"image/png": "aGk=", "text/plain": "<Picture>"})]
     assert problems(notebook, script) == []
     return notebook, script
 
 
 def stream(text):
-    return nbformat.v4.new_output("stream", name="stdout", text=text)
+    return v4().new_output("stream", name="stdout", text=text)
 
 
 def fail(name):
-    return nbformat.v4.new_output("error", ename=name, evalue="on the client", traceback=[])
+    return v4().new_output("error", ename=name, evalue="on the client", traceback=[])
 
 
 SPOILED = [

@@ -90,6 +90,7 @@ SHARED = (
     "exact_norm",
     "state",
     "guards",
+    "split_guards",
     "step_guard",
     "tree",
     "token_order",

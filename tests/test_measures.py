@@ -16,7 +16,8 @@ DEEPEST = 3
 
 # Package: the limits of tokens per line of code and of the percentage of long lines.
 DENSE: dict[str, tuple[float, float]] = {}
-TOKENS_TODAY = 125_484  # 5,745 of them are the comparison of two runs, 4,570 sums as trees, 2,662 documents
+# 5,745 of them are the comparison of two runs, 4,570 sums as trees, 2,662 documents, 1,199 a mesh for experts.
+TOKENS_TODAY = 126_686
 
 # The classes that are deeper than the goal.
 DEEP = {"minipar/nn/moe.py:Mixtral": 4}
@@ -25,7 +26,10 @@ DEEP = {"minipar/nn/moe.py:Mixtral": 4}
 COMPUTED_NAMES = {"minipar/nn/llama.py": 1, "minipar/nn/module.py": 2, "minipar/nn/optim.py": 1}
 
 
-CORE = densities(core())
+@pytest.fixture(scope="module")
+def sizes():
+    """The density of each folder of the core."""
+    return densities(core())
 
 
 def too_dense(sizes, limits):
@@ -47,13 +51,12 @@ def too_many(counts, limits, goal):
 # ---- the code --------------------------------------------------------------------------------------------------------
 
 
-def test_no_package_is_denser_than_its_limit():
-    assert too_dense(CORE, DENSE) == {}
+def test_no_package_is_denser_than_its_limit(sizes):
+    assert too_dense(sizes, DENSE) == {}
 
 
-def test_all_of_the_core_is_short():
-    sizes = CORE.values()
-    assert sum(size.tokens for size in sizes) <= max(MOST_TOKENS, TOKENS_TODAY)
+def test_all_of_the_core_is_short(sizes):
+    assert sum(size.tokens for size in sizes.values()) <= max(MOST_TOKENS, TOKENS_TODAY)
 
 
 def test_classes_are_at_most_three_deep():
@@ -64,8 +67,8 @@ def test_names_of_attributes_are_not_computed():
     assert too_many(computed_names(core("autograd", "nn", "parallel")), COMPUTED_NAMES, 0) == {}
 
 
-def test_the_core_has_all_packages_but_plan_and_bench():
-    folders = set(CORE)
+def test_the_core_has_all_packages_but_plan_and_bench(sizes):
+    folders = set(sizes)
     assert {"minipar", "minipar/autograd", "minipar/parallel/pipeline"} <= folders
     assert not [folder for folder in folders if "plan" in folder or "bench" in folder]
 

@@ -272,7 +272,7 @@ def run_gallery(options: argparse.Namespace) -> list[str]:
     half = Durations(Fraction(1, 2), Fraction(1, 2), Fraction(1, 2))  # of a stage, where a rank has two
     pictures = {
         "schedules": schedule.plot_schedules(schedule.gallery(4, 8)),
-        "schedule_1f1b_8x32": schedule.plot_schedule(simulate(make("1f1b", 8, 32))),
+        "schedule_1f1b_8x16": schedule.plot_schedule(simulate(make("1f1b", 8, 16))),
         "schedule_zbv": schedule.plot_schedule(simulate(make("zbv", 4, 8), half)),
     }
     paths = {str(Path(options.out) / f"{name}.png"): figure for name, figure in pictures.items()}

@@ -31,6 +31,7 @@ OFFSET: dict[str, Any] = {"textcoords": "offset points"}
 COLUMNS, LINE = 4, 0.17  # of the legend; inches
 SEEN = 0.3  # points: a name whose slices are all narrower is not in the legend
 HATCHED = 6.0  # points of waiting from which it is hatched: a narrower bar would be all lines
+SLIVER, NEAR = 3.0, 6.0  # points: bars in a lane that are narrower, and at most so far apart, are drawn as one bundle
 LIGHT, DARKER = 80, 55  # CIE L* from which a bar in a lane has an edge, and that of the edge
 PALE, LINES = 0.75, "#777777"  # waiting: the part of white in its colour, and the colour of its few lines
 
@@ -140,8 +141,10 @@ def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False
             are any, else those of the axes that send fewest. A line below the picture says which.
 
     Grey in a computation row is a rank that does not compute. In a communication lane, pale and hatched is time spent
-    waiting for messages; it is drawn at the front of its slice, wherever in the slice it was. A pipeline's actions are
-    coloured by their kind, with the number of their microbatch where it can be read.
+    waiting for messages; it is drawn at the front of its slice, wherever in the slice it was. Slices of a lane that are
+    too narrow to be told apart are a bundle: a line from the first to the last of them, and at its start the time of
+    all of them together by colour. A pipeline's actions are coloured by their kind, with the number of their microbatch
+    where it can be read.
     """
     begin, end, title = window(trace, steps)
     sheet = _Sheet(trace, begin, end, arrows)
@@ -227,6 +230,12 @@ class _Sheet:
         """Draw the slices of one row: their colours, the waiting, and microbatch numbers."""
         if computation:
             axes.broken_barh([(0, (self.end - self.begin) * self.scale)], row, color=PAPER, linewidth=0)
+        else:
+            bundles = self._bundles(slices)
+            for bundle in bundles:
+                self._draw_bundle(axes, bundle, row)
+            bundled = {one for bundle in bundles for one in bundle}
+            slices = [one for one in slices if one not in bundled]
         bars = [((one.start - self.begin) * self.scale, (one.end - one.start) * self.scale) for one in slices]
         faces = [self.colours[_what(one.name)] for one in slices]
         # A white edge would hide the colour of a narrow bar; a light one has a dark edge, to be seen on white.
@@ -250,6 +259,30 @@ class _Sheet:
             digits = max((len(box[3]) for box in boxes), default=1)
             number_boxes(axes, row, boxes, (self.points, POINTS * self.each), digits)
 
+    def _bundles(self, slices: Sequence[Slice]) -> list[list[Slice]]:
+        """Collect the narrow slices of a lane that follow one another closely: two or more are a bundle."""
+        bundles: list[list[Slice]] = [[]]
+        for one in slices:
+            last = bundles[-1]
+            if self._wide(one.end - one.start) >= SLIVER or (last and self._wide(one.start - last[-1].end) > NEAR):
+                bundles.append([])
+            if self._wide(one.end - one.start) < SLIVER:
+                bundles[-1].append(one)
+        return [bundle for bundle in bundles if len(bundle) > 1]
+
+    def _draw_bundle(self, axes: Axes, bundle: Sequence[Slice], row: tuple[float, float]) -> None:
+        """Draw a line below slices, and at its start the time of all slices of a colour as one bar."""
+        start = (bundle[0].start - self.begin) * self.scale
+        end = (bundle[-1].end - self.begin) * self.scale
+        top, height = row
+        axes.broken_barh([(start, end - start)], (top + 0.9 * height, 0.1 * height), facecolors=GREY, linewidth=0)
+        times: dict[str, float] = defaultdict(float)
+        for one in bundle:
+            times[self.colours[_what(one.name)]] += (one.end - one.start) * self.scale
+        for colour, time in times.items():
+            axes.broken_barh([(start, time)], row, facecolors=colour, linewidth=0)
+            start += time
+
     def draw_arrows(self, axes: Axes) -> None:
         """Draw the chosen messages as arrows between their lanes of two ranks, below the numbers of the boxes."""
         place = {rank: index for index, rank in enumerate(self.trace.ranks)}
@@ -267,9 +300,8 @@ class _Sheet:
         middle = (self.each - GAP) / 2 / self.each
         names = [f"rank {rank}" for rank in ranks]
         if mesh and math.prod(mesh.values()) == len(ranks):
-            places = [[f"{axis} {at}" for axis, at in coordinates(mesh, rank).items()] for rank in ranks]
-            between = "\n" if len(mesh) + 1 <= self.each * POINTS / (1.25 * SMALL) else ", "
-            names = [f"{name}\n{between.join(place)}" for name, place in zip(names, places, strict=True)]
+            places = [[str(at) for at in coordinates(mesh, rank).values()] for rank in ranks]
+            names = [f"{name}\n({', '.join(place)})" for name, place in zip(names, places, strict=True)]
         axes.set_yticks([place + middle for place in range(len(ranks))], names, fontsize=SMALL, linespacing=1.1)
         axes.tick_params(axis="y", length=0, pad=46)
         for place in range(len(ranks)):
@@ -279,12 +311,17 @@ class _Sheet:
                 axes.annotate(_lane(track), (0.0, top + height / 2), xytext=(-4, 0), **look, **OFFSET)
 
     def _notes(self) -> list[str]:
-        """Explain the names of the lanes."""
+        """Explain the names of the lanes, and the coordinates below a rank."""
         axes = [axis_of(track) for track in self.tracks[1:] if axis_of(track) in ORDER and "," not in track]
         between = [axis_of(track) for track in self.tracks[1:] if "," in track]
         notes = [f"{', '.join(axes)}: collectives on that axis of the mesh"] if axes else []
         notes += [f"{axis} p2p: messages between single ranks" for axis in between]
+        notes += ["world: collectives of all ranks"] if COMMUNICATION + " world" in self.tracks else []
         lines = ["; ".join(notes)] if notes else []
+        if any(self._bundles(slices) for (_, track), slices in self.shown.items() if track in self.tracks[1:]):
+            lines.append("messages too short to be told apart are added up; a line leads from the first to the last")
+        sizes = [axis for axis, size in self.trace.mesh.items() if size > 1]
+        lines += [f"below a rank: its place on {', '.join(sizes)}"] if sizes else []
         if self.arrows:
             lanes = ", ".join(_lane(track) for track in self.arrows)
             lines.append(f"arrows: {len(self.messages)} message{'s' * (len(self.messages) != 1)} of {lanes}")

@@ -5,6 +5,7 @@ and the ranks whose contributions it sums, so that nothing about an algorithm is
 the animations of chapter 5 (ch05/animate_units.py), 8 (animate_schedules.py) and 11 (ch11/animate_ring.py).
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,16 +15,22 @@ from unittest.mock import patch
 
 import numpy as np
 from matplotlib.animation import FuncAnimation, PillowWriter
+from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from PIL import Image
 
 from chapters.support.animate_schedules import animate_zero_bubble
 from minipar.comm import Communicator, run_local
 from minipar.comm.threads import ThreadTransport
-from visualize.style import BLUE, GREEN, INK, ORANGE, PAPER, PURPLE, SKY, VERMILION, YELLOW, Picture, picture
+from visualize.style import BLUE, GREY, INK, VERMILION, Picture, at_lightness, ink_on, picture
 
 CHUNK = 1 << 20  # the value of chunk c's elements has c + 1 times this for each contribution
-COLOURS = (BLUE, ORANGE, SKY, GREEN, PURPLE, YELLOW, VERMILION, INK)
-MOVING, RESTING = 6, 4  # frames in which the messages of a round move, and in which the result stands
+MOVING, RESTING = 10, 5  # frames in which the messages of a round move, and in which the result stands
+FRAMES_PER_SECOND, DPI, COLOURS, NEARLY_WHITE = 8, 120, 48, 245
+ACROSS, UP = 2.6, 1.75  # half of the width and half of the height of the ring on which the ranks stand
+WIDTH, HEIGHT = 0.56, 0.5  # of a chunk
+AROUND = 0.6  # how far a message is beside the straight line, so that two that are exchanged do not meet
+NOTE = "a row: the chunks of a rank. Digits: the ranks whose contributions a chunk sums; Σ: all of them"
 GALLERY = {
     "ring_all_reduce": ("all_reduce", "ring", "Ring all-reduce: a reduce-scatter, then an all-gather"),
     "recursive_doubling": ("all_reduce", "recursive_doubling", "All-reduce by recursive doubling"),
@@ -92,21 +99,53 @@ def states(messages: list[Sent], ranks: int) -> list[list[list[int]]]:
     return history
 
 
+def place_of(rank: int, chunk: int, ranks: int) -> tuple[float, float]:
+    """Return the lower left corner of a chunk, on a ring of ranks that begins above and goes clockwise."""
+    angle = math.pi / 2 - 2 * math.pi * rank / ranks
+    x, y = ACROSS * math.cos(angle), UP * math.sin(angle)
+    return x + (chunk - ranks / 2) * WIDTH, y - HEIGHT / 2
+
+
+def draw_chunk(axes: Axes, corner: tuple[float, float], contributions: int, ranks: int, edge: str, above: int) -> None:
+    """Draw a chunk with the ranks whose contributions it sums: the darker, the more. `above` is its place in depth."""
+    members = [str(rank) for rank in range(ranks) if contributions >> rank & 1]
+    is_sum = len(members) == ranks
+    face = at_lightness(BLUE, 35 if is_sum else 95 - 40 * len(members) / ranks)
+    wide = 1.0 if edge == "white" else 1.8
+    axes.add_patch(Rectangle(corner, WIDTH, HEIGHT, facecolor=face, edgecolor=edge, linewidth=wide, zorder=above))
+    x, y = corner[0] + WIDTH / 2, corner[1] + HEIGHT / 2
+    look = {"ha": "center", "va": "center", "fontsize": 9, "color": ink_on(face), "zorder": above + 1}
+    axes.text(x, y, "Σ" if is_sum else "".join(members), **look)
+
+
+def on_its_way(message: Sent, chunk: int, share: float, ranks: int) -> tuple[float, float]:
+    """Return where a chunk of a message is after a share of its way, on an arc to the left of the straight line."""
+    start, end = place_of(message.source, chunk, ranks), place_of(message.dest, chunk, ranks)
+    along = end[0] - start[0], end[1] - start[1]
+    beside = AROUND * math.sin(math.pi * share) / math.hypot(*along)
+    return start[0] + share * along[0] - beside * along[1], start[1] + share * along[1] + beside * along[0]
+
+
+def draw_ranks(axes: Axes, ranks: int) -> None:
+    """Draw the ring and the ranks' names, without axes."""
+    angles = np.linspace(0, 2 * math.pi, 200)
+    axes.plot(ACROSS * np.cos(angles), UP * np.sin(angles), color=GREY, linewidth=1, linestyle=":", zorder=1)
+    for rank in range(ranks):
+        x, y = place_of(rank, 0, ranks)
+        axes.text(x, y + HEIGHT + 0.08, f"rank {rank}", fontsize=9, color=INK, zorder=3)
+    wide = ACROSS + ranks * WIDTH / 2 + 0.1
+    axes.set(xlim=(-wide, wide), ylim=(-UP - HEIGHT, UP + HEIGHT + 0.15))
+    axes.set_axis_off()
+
+
 def animate(op: str, algorithm: str, title: str, ranks: int = 4) -> tuple[Picture, FuncAnimation]:
-    """Draw the arrays of all ranks, with a colour for each rank's contribution, and the messages on their way."""
+    """Draw the ranks on a ring, what each chunk sums, and the messages on their way from rank to rank."""
     messages = record(op, algorithm, ranks)
     history = states(messages, ranks)
     rounds = len(history) - 1
-    figure = picture(5.6, 0.62 * ranks + 1.2)
+    figure = picture(6.4, 4.5)
+    figure.supxlabel(NOTE, fontsize=8)
     axes = figure.subplots()
-
-    def cell(x: float, y: float, width: float, contributions: int, edge: str, above: int) -> None:
-        axes.add_patch(Rectangle((x, y), width, 0.72, facecolor=PAPER, edgecolor=edge, linewidth=1.2, zorder=above))
-        for rank in range(ranks):
-            if contributions >> rank & 1:
-                place = (x + 0.04 + rank * (width - 0.08) / ranks, y + 0.1)
-                size = ((width - 0.16) / ranks, 0.52)
-                axes.add_patch(Rectangle(place, *size, facecolor=COLOURS[rank % 8], zorder=above + 1))
 
     def draw(frame: int) -> None:
         axes.clear()
@@ -114,24 +153,36 @@ def animate(op: str, algorithm: str, title: str, ranks: int = 4) -> tuple[Pictur
         share = min(step / (MOVING - 1), 1.0) if number < rounds else 1.0
         finished = number + 1 if share == 1.0 else number
         shown = history[min(finished, rounds)]
+        draw_ranks(axes, ranks)
         for rank in range(ranks):
             for chunk in range(ranks):
-                cell(chunk, -rank, 0.86, shown[rank][chunk], INK, 2)
-        for message in messages:
-            if message.round == number and share < 1.0:
-                down = message.dest > message.source  # down on the right, up on the left: pairs exchange
-                for chunk, carried in message.chunks.items():
-                    y = -message.source + (message.source - message.dest) * share
-                    cell(chunk + 0.43 * down, y, 0.43, carried, VERMILION, 4)
-        axes.set_xlim(-0.1, ranks)
-        axes.set_ylim(-ranks + 0.9, 0.85)
-        axes.set_yticks([0.36 - rank for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
-        axes.set_xticks([chunk + 0.43 for chunk in range(ranks)], [f"chunk {chunk}" for chunk in range(ranks)])
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-        axes.set_title(f"{title}\nround {min(number + 1, rounds)} of {rounds}", fontsize=10)
+                draw_chunk(axes, place_of(rank, chunk, ranks), shown[rank][chunk], ranks, "white", 2)
+        moving = [message for message in messages if message.round == number and share < 1.0]
+        for place, message in enumerate(moving):
+            for chunk, carried in message.chunks.items():
+                draw_chunk(axes, on_its_way(message, chunk, share, ranks), carried, ranks, VERMILION, 4 + 2 * place)
+        sent = sum(len(message.chunks) for message in messages if message.source == 0 and message.round < finished)
+        words = f"round {min(number + 1, rounds)} of {rounds}; each rank has sent {sent} chunk{'s' * (sent != 1)}"
+        axes.set_title(f"{title}\n{words}", fontsize=10)
 
     return figure, FuncAnimation(figure, draw, frames=rounds * (MOVING + RESTING) + 8)
+
+
+class FewColours(PillowWriter):
+    """Writes a GIF whose frames share one palette, without dots that mix colours: a fraction of the bytes."""
+
+    def finish(self) -> None:
+        """Write the frames."""
+        some = self._frames[:: max(1, len(self._frames) // 8)]
+        width, height = some[0].size
+        sheet = Image.new("RGB", (width, height * len(some)))
+        for place, frame in enumerate(some):
+            sheet.paste(frame, (0, height * place))
+        palette = sheet.quantize(COLOURS, Image.Quantize.MEDIANCUT)
+        palette.putpalette([255 if value > NEARLY_WHITE else value for value in palette.getpalette()])
+        frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in self._frames]
+        duration = int(1000 / self.fps)
+        frames[0].save(self.outfile, save_all=True, append_images=frames[1:], duration=duration, loop=0, optimize=True)
 
 
 def main(directory: str) -> None:
@@ -145,7 +196,7 @@ def main(directory: str) -> None:
     animations["ring_attention"] = animate_ring.animate(animate_ring.record())
     for name, animation in animations.items():
         path = Path(directory) / f"{name}.gif"
-        animation.save(path, writer=PillowWriter(fps=8), dpi=80)
+        animation.save(path, writer=FewColours(fps=FRAMES_PER_SECOND), dpi=DPI)
         print(path)
 
 

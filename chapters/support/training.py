@@ -21,5 +21,5 @@ def make_trainer(comm: Communicator, flags: str, kind: type[Trainer] = Trainer) 
     """Return this rank's trainer."""
     config = configuration(flags, comm.size)
     sizes = config.mesh
-    mesh = DeviceMesh(comm, dp=sizes.dp, tp=sizes.tp, pp=sizes.pp, cp=sizes.cp, ep=sizes.ep)
+    mesh = DeviceMesh(comm, dp=sizes.dp, tp=sizes.tp, pp=sizes.pp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
     return kind(config, mesh, text_for(config))

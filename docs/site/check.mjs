@@ -10,7 +10,8 @@ import { mkdirSync, readFileSync, readdirSync } from "node:fs";
 import { createServer } from "node:http";
 import { createRequire } from "node:module";
 import { extname, join, resolve } from "node:path";
-import { buttonFaults, contentFaults, contrastFaults, controlFaults, cutFaults, traceFaults } from "./checks.mjs";
+import { animationFaults, buttonFaults, contentFaults, contrastFaults } from "./checks.mjs";
+import { controlFaults, cutFaults, traceFaults } from "./checks.mjs";
 
 const [site, packages, executablePath, screenshots] = process.argv.slice(2);
 const { chromium } = createRequire(resolve(packages, "index.js"))("playwright-core");
@@ -38,6 +39,7 @@ const home = `http://127.0.0.1:${server.address().port}/`;
 const WIDTHS = [1400, 390];
 const THEMES = ["light", "dark"];
 const MOST_BYTES = 2.5e6; // of a page with all that it loads
+const PATIENCE = 180000; // milliseconds; on a busy machine a page can take a minute
 
 // ---- one page -------------------------------------------------------------------------------------------------------
 
@@ -73,8 +75,8 @@ async function photograph(page, path) {
     await page.evaluate((name) => { document.documentElement.dataset.theme = name; }, theme);
     for (const width of WIDTHS) {
       await page.setViewportSize({ width, height: 900 });
-      const file = join(screenshots, `${path.replaceAll("/", "_")}.${width}.${theme}.png`);
-      await page.screenshot({ path: file, fullPage: true, timeout: 120000 });
+      const file = join(screenshots, `${path.replaceAll("/", "_")}.${width}.${theme}.jpg`);
+      await page.screenshot({ path: file, fullPage: true, quality: 70, timeout: PATIENCE });
     }
   }
 }
@@ -87,14 +89,47 @@ async function searchFaults(page) {
   const found = [];
   for (const word of SEARCHES) {
     await page.goto(`${home}search.html?q=${word}`);
-    await page.locator("#search-results li").first().waitFor({ timeout: 20000 })
+    await page.locator("#search-results li").first().waitFor()
       .catch(() => found.push(`the search for ${word} finds nothing`));
-    await page.locator("#search-results p.context").first().waitFor({ timeout: 20000 });
+    await page.locator("#search-results p.context").first().waitFor();
     const excerpts = await page.locator("#search-results p.context").allTextContents();
     const menus = excerpts.filter((excerpt) => /System Settings|Light Dark/.test(excerpt));
     if (menus.length) found.push(`the search for ${word} shows menus: ${menus[0].trim().slice(0, 60)}`);
   }
   return found;
+}
+
+// ---- touch ----------------------------------------------------------------------------------------------------------
+
+// What a finger cannot do in the schedule editor: choose an action by a tap, and drag it to the front of its row.
+async function touchFaults(context, page) {
+  const chips = page.locator('.chip-row[data-rank="0"] .chip');
+  if ((await chips.count()) < 3) return [];
+  await page.setViewportSize({ width: WIDTHS[1], height: 900 });
+  const session = await context.newCDPSession(page);
+  await session.send("Emulation.setTouchEmulationEnabled", { enabled: true });
+  const touch = (type, touchPoints) => session.send("Input.dispatchTouchEvent", { type, touchPoints });
+  const middle = async (chip) => {
+    const { x, y, width, height } = await chip.boundingBox();
+    return { x: x + width / 2, y: y + height / 2, width };
+  };
+  const moved = chips.nth(2);
+  await moved.scrollIntoViewIfNeeded();
+  const words = await moved.textContent();
+  const start = await middle(moved);
+  await touch("touchStart", [start]);
+  await touch("touchEnd", []);
+  await page.locator('.chip[aria-pressed="true"]').waitFor({ timeout: 5000 }).catch(() => {});
+  const goal = await middle(chips.first());
+  await touch("touchStart", [start]);
+  for (const share of [0.3, 0.6, 1]) {
+    await touch("touchMove", [{ x: start.x + share * (goal.x - goal.width / 3 - start.x), y: goal.y }]);
+  }
+  await touch("touchEnd", []);
+  const first = await chips.first().textContent();
+  await session.send("Emulation.setTouchEmulationEnabled", { enabled: false });
+  await page.setViewportSize({ width: WIDTHS[0], height: 900 });
+  return first === words ? [] : [`a finger drags ${words} to the front of its row, but there is ${first}`];
 }
 
 // ---- all pages ------------------------------------------------------------------------------------------------------
@@ -108,6 +143,7 @@ const browser = await chromium.launch({
 async function openContext() {
   const context = await browser.newContext({ viewport: { width: WIDTHS[0], height: 900 } });
   const page = await context.newPage();
+  page.setDefaultTimeout(PATIENCE);
   await context.route((url) => !url.href.startsWith(home), (route) => {
     problems.push(`asks another host: ${route.request().url()}`);
     route.abort();
@@ -133,7 +169,8 @@ for (const path of pages) {
   const loaded = weight;
   problems.push(...(await faultsInAllLooks(page)));
   problems.push(...(await page.evaluate(controlFaults)), ...(await page.evaluate(buttonFaults)));
-  problems.push(...(await page.evaluate(traceFaults)));
+  problems.push(...(await page.evaluate(traceFaults)), ...(await page.evaluate(animationFaults)));
+  problems.push(...(await touchFaults(context, page)));
   if (screenshots) await photograph(page, path);
   if (path === "search.html") problems.push(...(await searchFaults(page)));
   const formulas = await page.locator("mjx-container").count();

@@ -230,6 +230,20 @@ export async function traceFaults() {
   return found;
 }
 
+// Animations that cannot be stopped, or do not run again.
+export function animationFaults() {
+  const found = [];
+  for (const image of document.querySelectorAll('article img[src$=".gif"]')) {
+    const button = image.parentElement.querySelector(".animation-button");
+    if (!button) found.push(`${image.alt}: no button stops the animation`);
+    for (const isHidden of button ? [true, false] : []) {
+      button.click();
+      if (image.hidden !== isHidden) found.push(`${image.alt}: its button does nothing`);
+    }
+  }
+  return found;
+}
+
 // Buttons of the map and of the players that change nothing when they are pressed.
 export function buttonFaults() {
   const found = [];

@@ -84,6 +84,7 @@ html_context = {"default_mode": "auto"}  # light or dark, as the reader's system
 html_static_path = ["static", "../../out/mathjax"]
 html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
+html_js_files = [("animations.js", {"defer": "defer"})]
 html_extra_path = ["index.html"]
 html_copy_source = False
 html_show_sourcelink = False
@@ -97,6 +98,7 @@ mathjax3_config = {
 # The scripts of pages and their modules, each of which imports from earlier ones alone.
 SCRIPTS = {
     "explorers": ("memory", "models", "actions", "schedules", "traffic", "layouts", "draw", "forms", "page", "board"),
+    "animations": ("pause",),
     "start": ("actions", "draw", "map"),
     "editor_page": (
         *("actions", "schedules", "csv", "in_order", "check", "path", "edits", "grade"),

@@ -343,6 +343,8 @@ def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
         raise UsageError(f"{ranks} ranks, --reduction {run.reduction}: at most {MOST_RANKS}, and ring")
     if args.gpus_per_node < 1:
         raise UsageError(f"--gpus-per-node {args.gpus_per_node}: expected at least 1")
+    if parsed.mesh.experts_apart:
+        raise UsageError(f"--etp {parsed.mesh.etp} with --tp {parsed.mesh.tp}: the planner has --etp T alone")
     values = args.flops, *args.inside, *args.between
     if min(values) <= 0:
         raise UsageError(f"--flops, --inside, --between {' '.join(f'{x:g}' for x in values)}: each must be above 0")

@@ -77,6 +77,8 @@ class ThreadWorld:
             if receive.arrived == (receive.nbytes, receive.tag):
                 receive.array.view(np.uint8)[...] = send.array.view(np.uint8)
             for half in (send, receive):
+                # The half's rank may free the array once it sees `done`, while this thread still has the message.
+                del half.array
                 half.done = True
                 rank = half.world_rank
                 self.news[rank] = True

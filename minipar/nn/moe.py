@@ -98,8 +98,9 @@ class Balance(Function):
         layer = self.layer
         layer.count(loads, tokens=len(grad))
         if layer.aux_loss:
-            sums = layer.sum_loads(loads)
-            auxiliary = auxiliary_gradient(sums, len(grad), layer.aux_loss)
+            for add_up in layer.load_sums:
+                loads = add_up(loads)
+            auxiliary = auxiliary_gradient(loads, len(grad), layer.aux_loss)
             grad = grad + from_host(auxiliary.astype(grad.dtype))
         return grad, None, None
 
@@ -175,11 +176,6 @@ def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
     )
 
 
-def own_loads(loads: np.ndarray) -> np.ndarray:
-    """Return the loads, as where this rank has all tokens of its samples."""
-    return loads
-
-
 class MoE(Module):
     """A layer of experts: (B, T, h) -> (B, T, h).
 
@@ -190,8 +186,8 @@ class MoE(Module):
     `capacity` rows of each forward pass; `dropped` counts the others, as `load` does.
 
     Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism
-    replaces `enter` and `leave`, context parallelism `sum_loads`, with which samples get all their
-    tokens' loads.
+    replaces `enter` and `leave`. Strategies that cut samples append to `load_sums`, with which
+    samples get all their tokens' loads.
     """
 
     def __init__(self, model: "Mixtral", name: str) -> None:
@@ -206,7 +202,7 @@ class MoE(Module):
         self.bias = np.zeros(count)
         self.aux_loss = 0.0
         self.capacity_factor: float | None = None
-        self.sum_loads: Callable[[np.ndarray], np.ndarray] = own_loads
+        self.load_sums: list[Callable[[np.ndarray], np.ndarray]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)  # the router and the experts read it

@@ -26,5 +26,5 @@ SET_BY_STRATEGIES = {
     "Dropout": ("mask_slices",),
     "SelfAttention": ("attention", "heads", "kv_heads"),
     "llama.Attention, llama.MLP": ("enter",),
-    "MoE": ("enter", "leave", "experts", "run_experts", "sum_loads"),
+    "MoE": ("enter", "leave", "experts", "run_experts", "load_sums"),
 }

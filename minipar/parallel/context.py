@@ -37,7 +37,7 @@ from minipar.errors import UsageError
 from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.moe import MoE
 from minipar.nn.transformer import SelfAttention
-from minipar.parallel.guards import check_split, note_split
+from minipar.parallel.split_guards import check_split, note_split
 from minipar.parallel.step_guard import ContextGuard
 from minipar.parallel.token_order import ContextParallel, check_choice
 from minipar.parallel.ulysses import UlyssesAttention
@@ -377,7 +377,7 @@ def context_parallel(
             module.attention = attention_of(module.attention)
         elif isinstance(module, MoE):
             # A layer of experts is balanced by the tokens of all ranks.
-            module.sum_loads = partial(comm.all_reduce, algorithm="ordered")
+            module.load_sums.append(partial(comm.all_reduce, algorithm="ordered"))
     return context
 
 

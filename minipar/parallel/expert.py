@@ -1,8 +1,9 @@
 """Expert parallelism: each of P ranks holds E/P experts of every layer, and tokens travel to their experts and back.
 
-The ranks have different tokens: they are P neighbours among those of dp x cp (`DeviceMesh.ep`).
-Rank j holds experts j E/P to (j+1) E/P - 1. Of n_rj rows, a (token, slot) each, from rank r to an
-expert on rank j, rank r sends per layer
+The ranks route different tokens: they are P neighbours among those of dp x cp or, where each rank
+of tp routes its own tokens, of dp x cp x tp/etp (`DeviceMesh.ep`). Rank j holds experts j E/P to
+(j+1) E/P - 1. Of n_rj rows, a (token, slot) each, from rank r to an expert on rank j, rank r sends
+per layer
 
     dispatch   h sum_{j != r} n_rj elements in forward; in backward as many, the gradients of the results
     combine    h sum_{j != r} n_jr elements in forward, the results; in backward the gradients of the rows
@@ -12,7 +13,7 @@ each expert, E C h (P-1)/P elements each way, and no counts.
 
 An expert multiplies the rows of all P ranks in one product, in the order of (source rank, token):
 one device that takes the P ranks' tokens in one pass does the same, so the bits are the same. The
-gradient of an expert then covers the P ranks' tokens. It is summed over the d c/P ranks that hold
+gradient of an expert then covers the P ranks' tokens. It is summed over the ranks of edp, which hold
 the same expert, and not over the P ranks again. NB: frameworks that did so had P times too large
 gradients, which nobody saw, because AdamW divides a gradient by its size.
 """
@@ -30,8 +31,9 @@ from minipar.nn.module import Module
 from minipar.nn.moe import MoE, moe_layers
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel.groups import Group, by_unit, groups_over
-from minipar.parallel.guards import check_communicator, check_split, note_split
+from minipar.parallel.guards import check_communicator
 from minipar.parallel.placement import attach_placements, update
+from minipar.parallel.split_guards import EXPERTS, check_split, note_split
 
 
 class ExpertParallel(Owner):
@@ -71,12 +73,22 @@ class ExpertParallel(Owner):
         return regrouped
 
     def check_ranks(self, comm: Communicator) -> None:
-        """Raise UsageError unless `comm` has all ranks that share the experts, and their replicas."""
+        """Raise UsageError unless `comm` has all ranks that share the experts, and their replicas.
+
+        Where each rank of tp routes its own tokens, `comm` has those of them that are one rank of tp.
+        """
         count = self.comm.size * self.replicas.size
-        needed = {*self.comm.ranks, *self.replicas.ranks}
-        if self.comm.size > 1 and (comm.size != count or not needed <= set(comm.ranks)):
+        noted = dict(self.model.split_over)
+        if EXPERTS in noted:
+            tp = noted["tensor_parallel"]
+            is_one_of_tp = len(set(comm.ranks) & set(tp)) == 1
+            fits = is_one_of_tp and comm.size * len(tp) == count * len(noted[EXPERTS])
+        else:
+            needed = {*self.comm.ranks, *self.replicas.ranks}
+            fits = comm.size == count and needed <= set(comm.ranks)
+        if self.experts and not fits:
             ranks = f"the {count} ranks of ep = {self.comm.size} and edp = {self.replicas.size} hold different tokens"
-            remedy = "wrap it over mesh.dp_cp, which has them all"
+            remedy = "wrap it over mesh.dp_cp"
             raise UsageError(f"a wrapper over ranks {comm.ranks} of a model of shared experts: {ranks}; {remedy}")
 
     def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
@@ -131,7 +143,8 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
 
     Apply it after tensor parallelism, which splits each expert, and before the pipeline. Give the
     `groups` of what it returns to data parallelism. UsageError if P does not divide E. With P = 1
-    nothing changes.
+    nothing changes, unless experts are split over fewer ranks than all of tp: then their gradients
+    are summed over the ranks of tp, too.
     """
     check_communicator(replicas)
     check_split(model, "expert_parallel", comm)
@@ -141,7 +154,7 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
     for moe in moe_layers(model):
         check_divides("experts/ep", len(moe.experts), comm.size, "each rank holds whole experts")
     note_split(model, "expert_parallel", comm)
-    if comm.size == 1:
+    if comm.size == 1 and EXPERTS not in dict(model.split_over):
         return owner
     attach_placements(model)
     for moe in moe_layers(model):

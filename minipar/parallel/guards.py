@@ -106,32 +106,6 @@ def check_trainable(model: Module) -> None:
             raise UsageError(f"{name}.requires_grad is False, but a wrapper trains all parameters: {remedy}")
 
 
-def check_split(model: Any, strategy: str, comm: Communicator) -> None:
-    """Raise UsageError unless `strategy` may split this model over `comm`.
-
-    It comes before the wrapper, once, and tensor parallelism shares no two ranks with another
-    strategy.
-    """
-    check_communicator(comm)
-    is_owned = isinstance(model, Owner) or is_wrapper(model)
-    if is_owned or any(p.placement is not None and p.placement.dp is not None for p in model.parameters()):
-        remedy = f"call mp.{strategy}(model, ...) first, then mp.DistributedDataParallel, mp.fully_shard or mp.shard"
-        raise UsageError(f"{strategy} of a model that is wrapped already: {remedy}")
-    for other, ranks in model.split_over:
-        if other == strategy:
-            raise UsageError(f"{strategy} has split this model already: call it once, or make a new model")
-        shared = set(ranks) & set(comm.ranks)
-        if len(shared) > 1 and "tensor_parallel" in (strategy, other):
-            why = f"{other} has split this model over ranks {list(ranks)} already"
-            remedy = "give each its own axis, such as mesh.tp and mesh.cp of mp.DeviceMesh(comm, tp=2, cp=2)"
-            raise UsageError(f"{strategy} over ranks {list(comm.ranks)}: {why}; {remedy}")
-
-
-def note_split(model: Module, strategy: str, comm: Communicator) -> None:
-    """Note on the model that `strategy` splits it over `comm`, once nothing is left to refuse."""
-    model.split_over = (*model.split_over, (strategy, tuple(comm.ranks)))
-
-
 def check_communicator(comm: Any) -> None:
     """Raise UsageError for what is no Communicator, such as a mesh in the place of one of its axes."""
     kind = type(comm).__name__

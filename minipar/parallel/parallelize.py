@@ -86,10 +86,11 @@ def parallelize(
     tensor: TensorParallel | None = None
     leaves = leaf_count(model.config, length) if reduction == "tree" else 0
     if mesh.tp.size > 1 or leaves:
-        tensor = tensor_parallel(model, mesh.tp, reduction, sequence, reduce_dtype, leaves)
+        tensor = tensor_parallel(model, mesh.tp, reduction, sequence, reduce_dtype, leaves, mesh.etp)
 
-    # Expert parallelism: each rank of ep keeps some experts of every layer. The gradients of experts
-    # are summed over edp, and all other gradients over dp x cp.
+    # Expert parallelism: each rank of ep keeps some experts of every layer, of which tensor
+    # parallelism has left each rank of etp a part. The gradients of experts are summed over edp, and
+    # all other gradients over dp x cp.
     experts = expert_parallel(model, mesh.ep, mesh.edp)
 
     # Pipeline parallelism: each rank of pp keeps some stages. `units` are the parameters that travel

@@ -33,18 +33,16 @@ def norm_bytes(layout: StepLayout, count: int, ranks: int, rank: int) -> int:
     return ordered_sum(count, ranks, rank)
 
 
-def bucket_elements(layout: StepLayout, pp: int, summed_over: int = 0) -> Counter[tuple[int, int]]:
+def bucket_elements(layout: StepLayout, pp: int, summed_over: int = 0) -> Counter[tuple[int, bool]]:
     """Count the elements of each bucket of pipeline rank `pp`, or those summed over so many ranks of tp.
 
-    The keys are (unit, 1), and (unit, P) for the bucket of experts, of which every P-th rank of dp
-    holds the same ones.
+    The keys are (unit, whether it is the bucket of experts, which has ranks of its own).
     """
-    elements: Counter[tuple[int, int]] = Counter()
+    elements: Counter[tuple[int, bool]] = Counter()
     for p in layout.placements(pp=pp):
         assert p.dp is not None
-        ep = 1 if p.ep is None else layout.ep
         if summed_over in (0, terms(p.tp)):
-            elements[p.unit, ep] += p.dp.size
+            elements[p.unit, p.ep is not None] += p.dp.size
     return elements
 
 
@@ -99,35 +97,42 @@ def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
     ValueError for a rank that there is not.
     """
     coordinates = layout.coordinates(rank)
+    replica = coordinates["dp"] * layout.cp + coordinates["cp"]
     return {
-        "dp": dp_bytes(layout, coordinates["dp"] * layout.cp + coordinates["cp"], coordinates["pp"]),
-        "cp": cp_bytes(layout, coordinates["pp"]) + load_bytes(layout, coordinates["cp"], coordinates["pp"]),
+        "dp": dp_bytes(layout, replica, coordinates["pp"], coordinates["tp"]),
+        "cp": cp_bytes(layout, coordinates["pp"]) + load_bytes(layout, layout.cp, coordinates["cp"], coordinates["pp"]),
         "tp": tp_bytes(layout, coordinates["tp"], coordinates["pp"]),
         "pp": pp_bytes(layout, coordinates["pp"]),
     }
 
 
-def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
+def dp_bytes(layout: StepLayout, rank: int, pp: int, tp: int = 0) -> int:
     """Compute what rank `rank` of dp x cp on pipeline rank `pp` sends over both, by bucket:
 
         stage 0     all-reduce                                        2 Psi (d-1)/d elements
         stage 1, 2  reduce-scatter, then all-gather                   the same
         stage 3     reduce-scatter, and as many gathers as `gathers`  about (2m+1) Psi (d-1)/d
 
-    Psi is the parameters of this rank, and d stands for s = d c/q, for experts for d c/P: with q >
-    1, `replica_bytes` come on top. The loss adds an all-reduce of one float64 over d c ranks, and
-    the norm another one over s, from stage 1 on or with ep > 1. Rajbhandari et al. 2020, section
-    7; there stage 3 gathers twice, so 3 Psi in all.
+    Psi is the parameters of this rank, and d stands for s = d c/q, for experts for edp = d c t/(P
+    etp): with q > 1, `replica_bytes` come on top. The loss adds an all-reduce of one float64 over d
+    c ranks, and the norm another one over s, from stage 1 on or where ranks hold different experts.
+    Loads are summed over the ranks that route different tokens. Rajbhandari et al. 2020, section 7;
+    there stage 3 gathers twice, so 3 Psi in all.
     """
     replicas, shards = layout.replicas, layout.shards
+    routing = layout.routing_rank(rank, tp)
     total = ordered_sum(1, replicas, rank)  # the loss
-    total += ordered_sum(layout.loads, replicas, rank)
-    if layout.zero_stage > 0 or layout.ep > 1:
+    total += ordered_sum(layout.loads, layout.routing_ranks, routing)
+    if layout.zero_stage > 0 or layout.experts_apart:
         total += norm_bytes(layout, 1, shards, rank % shards)
     reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
-    for (unit, ep), elements in bucket_elements(layout, pp).items():
-        ranks = shards // ep
-        own = rank // ep % ranks
+    for (unit, of_experts), elements in bucket_elements(layout, pp).items():
+        if of_experts:
+            ranks = layout.edp
+            own = routing // layout.ep
+        else:
+            ranks = shards
+            own = rank % shards
         reduced = wire_bytes(reduce, layout.reduction, elements, layout.reduce_bytes, ranks, own)
         gathered = wire_bytes("all_gather", "pairwise", elements, layout.itemsize, ranks, own)
         total += layout.syncs * reduced + gathers(layout, unit) * gathered
@@ -175,12 +180,12 @@ def cp_elements(method: str, c: int, u: int, h: int, h_kv: int) -> tuple[int, in
     return 2 * (c - 1) * u * h_kv, 2 * hops * u * h_kv
 
 
-def load_bytes(layout: StepLayout, cp: int, pp: int) -> int:
-    """Compute what the auxiliary loss sends over cp: in each layer and microbatch all loads."""
+def load_bytes(layout: StepLayout, ranks: int, rank: int, pp: int) -> int:
+    """Compute what the auxiliary loss sends over ranks that share samples: all loads of each layer and microbatch."""
     if not layout.aux_loss:
         return 0
     counts = layout.samples * layout.model.num_local_experts
-    each = ordered_sum(counts, layout.cp, cp)
+    each = ordered_sum(counts, ranks, rank)
     return layout.microbatches * layout.blocks(pp) * each
 
 
@@ -195,7 +200,8 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
 
     Per step, each bucket's Partial gradients are all-reduced (a Mixtral's routers; with sequence
     parallelism norms and row biases too), and those of copied heads of keys and values over the
-    ranks that have copies. The norm adds one float64 for each chunk whose squares this rank sums.
+    ranks that have copies. The norm adds one float64 for each chunk whose squares this rank sums. Where
+    ranks of tp hold different experts, `expert_bytes` take the place of an MLP's.
     """
     if layout.tp == 1:
         return 0
@@ -205,7 +211,7 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
 
     forwards = 2 if layout.recompute else 1
     entered = layout.enters * layout.blocks(pp)
-    left = 2 * layout.blocks(pp)
+    left = layout.exits * layout.blocks(pp)
     # An activation that enters is gathered in each forward, and its gradient is summed. One that
     # leaves is summed in each forward, and its gradient is gathered.
     gathers = forwards * entered + left
@@ -220,22 +226,40 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         loss_itemsize = max(4, layout.itemsize)  # the loss is float32 at least
         microbatch += all_reduce(layout.tokens, loss_itemsize)
         microbatch += all_reduce(2 * layout.tokens, loss_itemsize)
-    microbatch += crossing_bytes(layout, rank, gathers, sums)
-    step = norm_bytes(layout, layout.norm_rows, layout.tp, rank)
+    microbatch += crossing_bytes(layout, rank, gathers, sums, layout.tp)
+    step = norm_bytes(layout, layout.norm_rows, layout.tp, rank) + expert_bytes(layout, rank, pp)
     for ranks in {layout.tp, kv_copies(layout.model.n_kv_head, layout.tp)} - {1}:
         for elements in bucket_elements(layout, pp, ranks).values():
             step += layout.leaf_sums * all_reduce(elements, layout.reduce_bytes, ranks)
     return layout.microbatches * microbatch + step
 
 
-def crossing_bytes(layout: StepLayout, rank: int, gathers: int, sums: int) -> int:
-    """Compute what so many sums of n elements over tp send; with sequence parallelism gathers and reduce-scatters."""
-    n, t = layout.tokens * layout.model.n_embd, layout.tp
+def expert_bytes(layout: StepLayout, rank: int, pp: int) -> int:
+    """Compute what layers of experts send over tp in a step, where its ranks route their own tokens.
+
+    A layer is entered and left over etp, with n etp/t elements: 4 n (etp-1)/t, and 6 with
+    recompute. The auxiliary loss adds the loads of the samples.
+    """
+    if layout.expert_tp == layout.tp:
+        return 0
+    forwards = 2 if layout.recompute else 1
+    crossings = (forwards + 1) * layout.microbatches * layout.blocks(pp)
+    crossed = crossing_bytes(layout, rank, crossings, crossings, layout.expert_tp)
+    return crossed + load_bytes(layout, layout.tp, rank, pp)
+
+
+def crossing_bytes(layout: StepLayout, rank: int, gathers: int, sums: int, ranks: int) -> int:
+    """Compute what so many sums of activations over `ranks` neighbours of tp send.
+
+    With sequence parallelism they are gathers and reduce-scatters of the tokens of these ranks.
+    """
+    n = layout.tokens * layout.model.n_embd * ranks // layout.tp
+    own = rank % ranks
     if not layout.sequence_parallel:
-        return sums * wire_bytes("all_reduce", layout.reduction, n, layout.reduce_bytes, t, rank)
+        return sums * wire_bytes("all_reduce", layout.reduction, n, layout.reduce_bytes, ranks, own)
     gather = "ring" if layout.reduction == "ring" else "pairwise"
-    gathered = wire_bytes("all_gather", gather, n, layout.itemsize, t, rank)
-    summed = wire_bytes("reduce_scatter", layout.reduction, n, layout.reduce_bytes, t, rank)
+    gathered = wire_bytes("all_gather", gather, n, layout.itemsize, ranks, own)
+    summed = wire_bytes("reduce_scatter", layout.reduction, n, layout.reduce_bytes, ranks, own)
     return gathers * gathered + sums * summed
 
 

@@ -2,29 +2,28 @@
 no MPI.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from math import prod
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
-from minipar.cli import UsageParser, write_json, write_out
-from minipar.errors import UsageError, error_line, print_line, printable
+from minipar.cli import UsageParser, report, write_json, write_out
+from minipar.errors import UsageError, printable
 from minipar.parallel.context import METHODS
+from minipar.parallel.memory import STAGES
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.token_order import ORDERS
 from minipar.plan.cluster import GPUS, Cluster, Gpu
-from minipar.plan.layout import ATTENTION, PRECISIONS, check_experts
-from minipar.plan.model import MODELS, RECOMPUTE, ModelShape, find_model
+from minipar.plan.layout import ATTENTION, PRECISIONS
+from minipar.plan.model import MODELS, RECOMPUTE, find_model
 from minipar.plan.programs import PROGRAMS, find_gpu, find_program
 from minipar.plan.report import as_json, as_text
 from minipar.plan.request import Request
 from minipar.plan.search import TOP, plan
 from minipar.plan.space import LEAST_TOKENS, SearchSpace
 
-MOST = dict.fromkeys(("gpus", "gpus_per_node", "dp", "tp", "pp"), 1 << 20)
+MOST = dict.fromkeys(("gpus", "gpus_per_node", "dp", "cp", "ep", "tp", "pp"), 1 << 20)
 MOST |= {"global_batch": 1 << 24, "seq_len": 1 << 24, "top": 50}
 
 
@@ -39,7 +38,7 @@ def count(text: str) -> int:
 def stages(text: str) -> tuple[int, ...]:
     """Read ZeRO stages: 1, or several as 0,1,3."""
     read = tuple(int(stage) for stage in text.split(","))
-    if not set(read) <= set(range(4)):
+    if not set(read) <= set(STAGES):
         raise ValueError(text)
     return read
 
@@ -58,75 +57,74 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = UsageParser(prog="python -m minipar.plan", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="NAME|DIR",
-        help=f"{', '.join(MODELS)}, or a directory: with a config.json of Hugging Face, or of minipar.train --save",
-    )
+    what = "or a directory: with a config.json of Hugging Face, or of minipar.train --save"
+    add("--model", required=True, metavar="NAME|DIR", help=f"{', '.join(MODELS)}, {what}")
     add("--gpus", required=True, type=count, metavar="N", help="in all")
-    add(
-        "--gpu",
-        required=True,
-        metavar="NAME|FILE",
-        help=f"{', '.join(GPUS)}, or a JSON file with your own values",
-    )
+    own = "or a JSON file with your own values"
+    add("--gpu", required=True, metavar="NAME|FILE", help=f"{', '.join(GPUS)}, {own}")
     add("--gpus-per-node", type=count, default=8, metavar="N", help="in one host (default 8)")
     add("--global-batch", required=True, type=count, metavar="B", help="sequences per step")
     add("--seq-len", required=True, type=count, metavar="S", help="tokens per sequence")
     new = "on a GPU as fast as an h100, else"
     what = f"16 bytes per parameter, or bf16's 18 (default: bf16 {new} fp16)"
     add("--precision", choices=list(PRECISIONS), help=what)
-    add(
-        "--program",
-        default="megatron",
-        metavar="NAME|FILE",
-        help=f"{', '.join(PROGRAMS)}, or a JSON file of your own",
-    )
+    own = f"{', '.join(PROGRAMS)}, or a JSON file of your own"
+    add("--program", default="megatron", metavar="NAME|FILE", help=own)
     what = f"scores kept for backward, or flash attention (default: flash {new} stored)"
     add("--attention", choices=ATTENTION, help=what)
-    narrow = parser.add_argument_group("narrow the search")
-    narrow.add_argument("--dp", type=count, metavar="N", help="replicas")
-    narrow.add_argument("--cp", type=sizes, metavar="1,2,4", help="one context-parallel size, or those to try; unless "
-                        f"given, those that leave a rank {LEAST_TOKENS} tokens of a sequence")  # fmt: skip
-    narrow.add_argument(
-        "--context-parallel", choices=METHODS, help="where cp > 1 (default: what is faster)"
+    add_choices(parser.add_argument_group("narrow the search").add_argument)
+    shown = f"how many meshes to show (default {TOP}, 50 at most)"
+    add("--top", type=count, default=TOP, metavar="K", help=shown)
+    picture = "everything; - is standard output. `minipar visualize plan FILE` draws it"
+    add("--json", metavar="FILE", help=picture)
+    return parser
+
+
+def add_choices(add: Callable[..., argparse.Action]) -> None:
+    """Add the flags of SearchSpace."""
+    add("--dp", type=count, metavar="N", help="replicas")
+    add(
+        "--cp",
+        type=sizes,
+        metavar="1,2,4",
+        help="one context-parallel size, or those to try; unless given, those that leave a rank "
+        f"{LEAST_TOKENS} tokens of a sequence",
     )
-    narrow.add_argument(
-        "--cp-order", choices=ORDERS, help="of a sequence's tokens, where cp > 1 (default zigzag)"
+    faster = "where cp > 1 (default: what is faster)"
+    add("--context-parallel", choices=METHODS, help=faster)
+    add("--cp-order", choices=ORDERS, help="of a sequence's tokens, where cp > 1 (default zigzag)")
+    add(
+        "--ep",
+        type=sizes,
+        metavar="1,2,4",
+        help="one expert-parallel size, or those to try: ranks of dp*cp that share a Mixtral's "
+        "experts; over hosts only if given",
     )
-    narrow.add_argument("--ep", type=sizes, metavar="1,2,4", help="one expert-parallel size, or those to try: ranks "
-                        "of dp*cp that share a Mixtral's experts; over hosts only if given")  # fmt: skip
-    narrow.add_argument(
-        "--tp", type=count, metavar="N", help="tensor-parallel size; over hosts only if given here"
+    over = "tensor-parallel size; over hosts only if given here"
+    add("--tp", type=count, metavar="N", help=over)
+    add("--pp", type=count, metavar="N", help="stages")
+    add("--microbatch", type=count, metavar="N", help="sequences in one")
+    add(
+        "--zero-stage",
+        type=stages,
+        dest="zero",
+        default=STAGES,
+        metavar="0,1,2,3",
+        help="one ZeRO stage, or those to try",
     )
-    narrow.add_argument("--pp", type=count, metavar="N", help="stages")
-    narrow.add_argument("--microbatch", type=count, metavar="N", help="sequences in one")
-    narrow.add_argument(
-        "--zero-stage", type=stages, metavar="0,1,2,3", help="one ZeRO stage, or those to try"
+    add(
+        "--zero-replicas",
+        type=sizes,
+        default=1,
+        metavar="1,Q",
+        help="groups of near ranks within which ZeRO shards (HSDP), or several to try (default 1)",
     )
-    narrow.add_argument("--zero-replicas", type=sizes, metavar="1,Q", help="groups of near ranks within which ZeRO "
-                        "shards (HSDP), or several to try (default 1)")  # fmt: skip
     # Not dualpipev: the planner's times are those of one action after the other, and it overlaps
     # two.
-    narrow.add_argument("--schedule", choices=[name for name in SCHEDULES if name != "dualpipev"])
-    narrow.add_argument("--recompute", choices=RECOMPUTE)
-    narrow.add_argument(
-        "--sequence-parallel", choices=("on", "off"), help="where tp > 1 (default: what is faster)"
-    )
-    add(
-        "--top",
-        type=count,
-        default=TOP,
-        metavar="K",
-        help=f"how many meshes to show (default {TOP}, 50 at most)",
-    )
-    add(
-        "--json",
-        metavar="FILE",
-        help="everything; - is standard output. `minipar visualize plan FILE` draws it",
-    )
-    return parser
+    add("--schedule", choices=[name for name in SCHEDULES if name != "dualpipev"])
+    add("--recompute", choices=RECOMPUTE)
+    faster = "where tp > 1 (default: what is faster)"
+    add("--sequence-parallel", choices=("on", "off"), help=faster)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -138,37 +136,59 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parser().parse_args(argv)
         request = read_request(args)
-        result = plan(
-            request.model,
-            request.cluster,
-            request.global_batch,
-            request.length,
-            request.space,
-            top=args.top,
-        )
+        model = request.model
+        cluster = request.cluster
+        space = request.space
+        result = plan(model, cluster, request.global_batch, request.length, space, args.top)
         if args.json:
             write_json(args.json, as_json(request, result))
         if args.json != "-":
             write_out(as_text(request, result) + "\n")
     except UsageError as error:
-        if not isinstance(error.__context__, BrokenPipeError):
-            print_line(error_line(error))
-        return 2
+        return report(error)
     return 0
 
 
 def read_request(args: argparse.Namespace) -> Request:
     """Return the request that the command line makes. UsageError for what cannot be."""
-    for name, most in MOST.items():
-        given = getattr(args, name)
-        if given is not None and given > most:
-            raise UsageError(f"--{name.replace('_', '-')} {given}: at most {most}")
-    for name in ("cp", "ep"):
-        if max(getattr(args, name) or (1,)) > MOST["gpus"]:
-            raise UsageError(f"--{name} {max(getattr(args, name))}: at most {MOST['gpus']}")
+    check_limits(args)
     gpu = find_gpu(args.gpu)
     space = read_space(args, gpu)
-    contexts = space.context_sizes(args.seq_len)
+    check_axes(args, space.context_sizes(args.seq_len))
+    model = find_model(args.model)
+    program = find_program(args.program)
+    if 0 < model.positions < args.seq_len:
+        if args.model.lower() not in MODELS:
+            raise UsageError(
+                f"--seq-len {args.seq_len}: {args.model} has {model.positions} learned positions"
+            )
+        model = replace(model, positions=args.seq_len)  # a named size, to be trained from scratch
+    cluster = Cluster(gpu, args.gpus, args.gpus_per_node, program.assumptions, program.framework)
+    return Request(
+        model=model,
+        cluster=cluster,
+        global_batch=args.global_batch,
+        length=args.seq_len,
+        space=space,
+        name=printable(args.model),
+        gpu=printable(args.gpu),
+        program=printable(args.program),
+        spread=program.spread,
+        evidence=program.evidence,
+    )
+
+
+def check_limits(args: argparse.Namespace) -> None:
+    """Raise UsageError for a size that is too large to search."""
+    for name, most in MOST.items():
+        given = getattr(args, name)
+        largest = max(given) if isinstance(given, tuple) else given
+        if largest is not None and largest > most:
+            raise UsageError(f"--{name.replace('_', '-')} {largest}: at most {most}")
+
+
+def check_axes(args: argparse.Namespace, contexts: Sequence[int]) -> None:
+    """Raise UsageError for a flag about an axis of one rank; `contexts` are the sizes of cp."""
     if (args.context_parallel or args.cp_order) and max(contexts) == 1:
         raise UsageError(
             "--context-parallel and --cp-order are about context parallelism; give --cp 2 or more"
@@ -179,89 +199,24 @@ def read_request(args: argparse.Namespace) -> Request:
         raise UsageError(
             "--sequence-parallel on divides the sequence over tensor-parallel ranks, but --tp is 1"
         )
-    axes = {"dp": args.dp, "tp": args.tp, "pp": args.pp} | (
-        {"cp": max(contexts)} if max(contexts) > 1 else {}
-    )
-    if None not in axes.values() and len(contexts) == 1 and prod(axes.values()) != args.gpus:
-        product = " * ".join(f"--{axis} {size}" for axis, size in axes.items())
-        raise UsageError(f"{product} = {prod(axes.values())}, but --gpus {args.gpus}")
-    if args.dp is not None and args.global_batch % args.dp:
-        raise UsageError(f"--dp {args.dp} does not divide --global-batch {args.global_batch}")
-    model, program = find_model(args.model), find_program(args.program)
-    check_expert_flags(args, model)
-    if 0 < model.positions < args.seq_len:
-        if args.model.lower() not in MODELS:
-            raise UsageError(
-                f"--seq-len {args.seq_len}: {args.model} has {model.positions} learned positions"
-            )
-        model = replace(model, positions=args.seq_len)  # a named size, to be trained from scratch
-    return Request(
-        name=printable(args.model),
-        model=model,
-        gpu=printable(args.gpu),
-        program=printable(args.program),
-        evidence=program.evidence,
-        cluster=Cluster(
-            gpu=gpu,
-            gpus=args.gpus,
-            per_host=args.gpus_per_node,
-            assumptions=program.assumptions,
-            framework=program.framework,
-        ),
-        global_batch=args.global_batch,
-        length=args.seq_len,
-        space=space,
-    )
-
-
-def check_expert_flags(args: argparse.Namespace, model: ModelShape) -> None:
-    """Raise UsageError for an --ep that the model, or another flag, contradicts."""
-    sizes = args.ep or (1,)
-    for ep in sizes:
-        if ep > 1 and model.experts is None:
-            raise UsageError(
-                f"--ep {ep} is for a model with experts, as mixtral-8x7b: {args.model[:40]} has none"
-            )
-        check_experts(model, ep)
-        if args.dp and args.cp and len(args.cp) == len(sizes) == 1 and args.dp * args.cp[0] % ep:
-            raise UsageError(f"dp*cp/ep = {args.dp}*{args.cp[0]}/{ep} is not a whole number")
-    if min(sizes) > 1 and min(args.zero_replicas or (1,)) > 1:
-        q = min(args.zero_replicas)
-        raise UsageError(
-            f"--zero-replicas {q} with --ep {min(sizes)}: shards of experts have no replicas; give one of them"
-        )
 
 
 def read_space(args: argparse.Namespace, gpu: Gpu) -> SearchSpace:
     """Return the choices that the command line fixes, and what is usual on such a GPU for dtype and
     attention.
     """
-    precision = "fp16"  # and stored scores, as in the published runs on a V100 and an A100
-    attention = "stored"
-    if gpu.peak >= GPUS["h100"].peak:
-        precision = "bf16"
-        attention = "flash"
-    if args.recompute == "selective":
-        attention = "stored"  # flash attention keeps no scores that could be computed again
-    return SearchSpace(
-        dp=args.dp,
-        tp=args.tp,
-        pp=args.pp,
-        zero=args.zero_stage,
-        zero_replicas=args.zero_replicas,
-        recompute=args.recompute,
-        schedule=args.schedule,
-        microbatch=args.microbatch,
-        sequence_parallel=None
-        if args.sequence_parallel is None
-        else args.sequence_parallel == "on",
-        attention=args.attention or attention,
-        precision=PRECISIONS[args.precision or precision],
-        cp=args.cp,
-        context_parallel=args.context_parallel,
-        cp_order=args.cp_order or "zigzag",
-        ep=args.ep,
-    )
+    fast = gpu.peak >= GPUS["h100"].peak  # older ones as in the published runs on V100 and A100
+    # Flash attention keeps no scores that selective recomputation could compute again.
+    flash = fast and args.recompute != "selective"
+    choices: dict[str, Any] = {
+        field.name: getattr(args, field.name) for field in fields(SearchSpace)
+    }
+    choices["precision"] = PRECISIONS[args.precision or ("bf16" if fast else "fp16")]
+    choices["attention"] = args.attention or ("flash" if flash else "stored")
+    choices["cp_order"] = args.cp_order or "zigzag"
+    if args.sequence_parallel is not None:
+        choices["sequence_parallel"] = args.sequence_parallel == "on"
+    return SearchSpace(**choices)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 Every constant is here, with its source or marked as an assumption.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
@@ -233,7 +231,8 @@ def gather_seconds(cluster: Cluster, nbytes: float, stride: int, size: int) -> f
         return 0.0
     k = cluster.members_per_host(stride, size)
     hosts = -(-size // k)
-    inside, between = cluster.inside, cluster.between
+    inside = cluster.inside
+    between = cluster.between
     if hosts == 1 or not cluster.framework.ring_per_card:
         return (size - 1) * cluster.link(stride, size).seconds(nbytes / size)
     slow = size - 1 if cluster.framework.lockstep else hosts - 1

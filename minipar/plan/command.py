@@ -1,8 +1,6 @@
 """The command line with which `minipar.train` runs a plan, to copy."""
 
-from __future__ import annotations
-
-import shlex
+from shlex import quote
 
 from minipar.errors import check_divides
 from minipar.plan.layout import PRECISIONS, Layout
@@ -16,18 +14,10 @@ def train_command(name: str, model: ModelShape, layout: Layout, length: int) -> 
     `name` is the model's, or the directory it was read from, which `--init-from` reads if flags
     cannot say its shape.
     """
-    check_trains(model, layout)
-    words = f"mpirun -n {layout.gpus} python -m minipar.train".split()
-    words += ["--init-from", name] if needs_directory(model) else model_flags(model)
-    words += ["--seq-len", str(length)]
-    words += mesh_flags(layout)
-    words += precision_flags(layout)
-    return shlex.join(words)
-
-
-def check_trains(model: ModelShape, layout: Layout) -> None:
-    """Raise UsageError if minipar.train cannot cut this model so, though others can."""
     check_divides("ffn/tp", model.inner, layout.tp, "minipar.train has whole columns on each rank")
+    shape = f"--init-from {quote(name)}" if needs_directory(model) else model_flags(model)
+    command = f"mpirun -n {layout.gpus} python -m minipar.train {shape} --seq-len {length}"
+    return f"{command} {mesh_flags(layout)} {precision_flags(layout)}"
 
 
 def needs_directory(model: ModelShape) -> bool:
@@ -37,59 +27,50 @@ def needs_directory(model: ModelShape) -> bool:
     return model.tied if model.gated else model.inner != 4 * model.hidden
 
 
-def model_flags(model: ModelShape) -> list[str]:
+def model_flags(model: ModelShape) -> str:
     """Return the flags of the model's shape."""
-    sizes = {
-        "--layers": model.layers,
-        "--hidden": model.hidden,
-        "--heads": model.heads,
-        "--vocab-size": model.vocab_size,
-    }
     kind = "gpt2"
+    more = ""
     if model.gated:
         kind = "llama"
-        sizes |= {"--kv-heads": model.groups, "--ffn": model.inner}
+        more = f" --kv-heads {model.groups} --ffn {model.inner}"
     if model.experts is not None:
         kind = "mixtral"
-        sizes |= {"--experts": model.experts, "--top-k": model.top_k}
-    return ["--model", kind, *(word for flag, size in sizes.items() for word in (flag, str(size)))]
+        more = f"{more} --experts {model.experts} --top-k {model.top_k}"
+    sizes = f"--layers {model.layers} --hidden {model.hidden} --heads {model.heads}"
+    return f"--model {kind} {sizes} --vocab-size {model.vocab_size}{more}"
 
 
-def mesh_flags(layout: Layout) -> list[str]:
+def mesh_flags(layout: Layout) -> str:
     """Return the flags of the mesh, of what its axes share, and of the batch."""
-    words = ["--dp", str(layout.dp)]
+    flags = [f"--dp {layout.dp}"]
     if layout.cp > 1:
-        words += [
-            "--cp",
-            str(layout.cp),
-            "--context-parallel",
-            layout.context_parallel,
-            "--cp-order",
-            layout.cp_order,
-        ]
+        flags.append(f"--cp {layout.cp} --context-parallel {layout.context_parallel}")
+        flags.append(f"--cp-order {layout.cp_order}")
     if layout.ep > 1:
-        words += ["--ep", str(layout.ep)]
+        flags.append(f"--ep {layout.ep}")
     if layout.tp > 1:
-        words += ["--tp", str(layout.tp)]
+        flags.append(f"--tp {layout.tp}")
     if layout.sequence_parallel:
-        words += ["--sequence-parallel"]
+        flags.append("--sequence-parallel")
     if layout.pp > 1:
-        words += ["--pp", str(layout.pp), "--schedule", layout.schedule]
+        flags.append(f"--pp {layout.pp} --schedule {layout.schedule}")
     if layout.virtual_stages > 1:
-        words += ["--virtual-stages", str(layout.virtual_stages)]
-    words += ["--zero-stage", str(layout.zero)]
+        flags.append(f"--virtual-stages {layout.virtual_stages}")
+    flags.append(f"--zero-stage {layout.zero}")
     if layout.zero_replicas > 1:
-        words += ["--zero-replicas", str(layout.zero_replicas)]
-    samples = layout.dp * layout.microbatch * layout.microbatches
-    return [*words, "--global-batch", str(samples), "--microbatches", str(layout.microbatches)]
+        flags.append(f"--zero-replicas {layout.zero_replicas}")
+    flags.append(f"--global-batch {layout.samples} --microbatches {layout.microbatches}")
+    return " ".join(flags)
 
 
-def precision_flags(layout: Layout) -> list[str]:
+def precision_flags(layout: Layout) -> str:
     """Return the flags of the dtypes, and of what is computed again in backward."""
-    words = ["--dtype", "bf16"]
+    dtype = "bf16"
     if layout.precision == PRECISIONS["fp16"]:
-        words = "--dtype fp16 --gradients fp16 --reduce-dtype fp16".split()
+        dtype = "fp16 --gradients fp16 --reduce-dtype fp16"
     # Both flash attention and selective recomputation compute the scores once more in backward.
     again = layout.attention == "flash" or layout.recompute == "selective"
-    words += ["--attention", "blockwise" if again else "full"]
-    return [*words, "--recompute", "full" if layout.recompute == "full" else "none"]
+    attention = "blockwise" if again else "full"
+    recompute = "full" if layout.recompute == "full" else "none"
+    return f"--dtype {dtype} --attention {attention} --recompute {recompute}"

@@ -8,12 +8,11 @@ GPU's data sheet and the assumptions (`gpu_compute`), or it was measured on this
 (Cluster.measured, `python -m minipar.bench machine`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from minipar.parallel.tensor.plan import kv_copies
 from minipar.plan.cluster import (  # fmt: skip
     Cluster,
     all_to_all_seconds,
@@ -30,8 +29,7 @@ from minipar.plan.rank_bytes import (
     kv_columns,
     layer_experts,
     layer_state,
-    rank_experts,
-    rank_parameters,
+    rank_buckets,
     replicated_parameters,
 )
 
@@ -44,7 +42,8 @@ class UnitTime(StageTime):
     included.
 
     tp, cp, ep   the communication in these: waiting, and what hidden messages cost the computation
-    gather    all-gather of the unit's parameters over dp
+    gather    all-gather of the unit's parameters over dp, for each pass (ZeRO stage 3);  refresh:
+              the one after the update (ZeRO stages 1 and 2)
     reduce    all-reduce of its gradients over dp; from ZeRO stage 1 on reduce-scatter
     across    all-reduce, after `reduce`, of the rank's chunk of them over the replicas of ZeRO's
               shards
@@ -54,14 +53,15 @@ class UnitTime(StageTime):
     """
 
     tp: float
-    gather: float
-    reduce: float
-    partial: float
+    gather: float = 0.0
+    refresh: float = 0.0
+    reduce: float = 0.0
+    partial: float = 0.0
     across: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
 
-    def launched_in(self, seconds: float) -> UnitTime:
+    def launched_in(self, seconds: float) -> "UnitTime":
         """Return the unit with F, I and W stretched to `seconds` in all if the host takes longer
         than the GPU.
         """
@@ -88,28 +88,19 @@ class UnitTimes:
     update: float
 
 
-def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
-    """Return the times of a layout's units. They depend on its schedule only in whether it splits
-    backward.
-    """
-    schedule = "zb-h1" if layout.splits_backward else "1f1b"
-    return _unit_times(model, replace(layout, virtual_stages=1, schedule=schedule), cluster, length)
-
-
 @cache
-def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
-    experts = rank_experts(model, layout)
-    parameters = (rank_parameters(model, layout) - experts) / (
-        layout.shards if layout.zero else 1
-    )  # updated here
-    parameters += experts / (layout.expert_shards if layout.zero else 1)
+def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
+    """Return the times of a layout's units."""
+    buckets = rank_buckets(model, layout)
+    # Updated on this rank.
+    parameters = sum(elements / (ranks if layout.zero else 1) for elements, ranks in buckets)
     if cluster.measured is not None:
         compute = cluster.measured(model, layout, length, parameters)
     else:
         compute = gpu_compute(model, layout, length, parameters, cluster)
     cp_forward, cp_backward = context_seconds(model, layout, cluster, length)
     ep_forward, ep_backward = expert_seconds(model, layout, cluster, length)
-    tp = _TensorParallel.of(model, layout, cluster, length)
+    tp = _TensorParallel(model, layout, cluster, length)
     full_recompute = layout.recompute == "full"
 
     layer_sums = 4 * tp.gather  # two all-reduces, or two pairs of all-gather and reduce-scatter
@@ -139,18 +130,20 @@ def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int
             replicated_parameters(model),
             router=model.router,
             keys=2 * model.hidden * kv_columns(model, layout.tp),
-            copies=model.copies(layout.tp),
+            copies=kv_copies(model.groups, layout.tp),
             experts=layer_experts(model, layout.tp, layout.ep) if layout.ep > 1 else 0,
         ),
     ).launched_in(launches)
 
     # Parameters of the two ends. Without a pipeline their gradients travel together, with the
     # embedding's.
-    table, positions = embedding_rows(model, layout.tp), model.positions * model.hidden
-    first, last = table + positions, model.norm_parameters + (0 if model.tied else table)
+    table = embedding_rows(model, layout.tp)
+    positions = model.positions * model.hidden
+    first = table + positions
+    last = model.norm_parameters + (0 if model.tied else table)
     if layout.pp == 1:
         embedding_dp = _over_dp(cluster, layout, first + last, positions + model.norm_parameters)
-        head_dp = {"gather": embedding_dp["gather"], "reduce": 0.0, "partial": 0.0}
+        head_dp = {"gather": embedding_dp["gather"]}
     else:
         embedding_dp = _over_dp(cluster, layout, first, positions)
         head_dp = _over_dp(cluster, layout, last, model.norm_parameters)
@@ -186,7 +179,9 @@ def context_seconds(
                  hides them.
     ulysses      An all-to-all before attention and one after it, each way. Nothing hides them.
     """
-    t, c, h_kv = layout.tp, layout.cp, kv_columns(model, layout.tp)
+    t = layout.tp
+    c = layout.cp
+    h_kv = kv_columns(model, layout.tp)
     if c == 1:
         return 0.0, 0.0
     nbytes = layout.tokens(length) * layout.precision.parameters  # one column's bytes
@@ -223,9 +218,9 @@ def expert_seconds(
     An all-to-all of the rows to their experts and one of the results back, each way, and ahead of
     forward's one of counts. Nothing hides them. The ranks of ep are neighbours among dp x cp.
     """
-    t, ranks = layout.tp, layout.ep
+    in_steps = cluster.framework.pairwise
     rows, counts = (
-        all_to_all_seconds(cluster, nbytes, t, ranks, cluster.framework.pairwise)
+        all_to_all_seconds(cluster, nbytes, layout.tp, layout.ep, in_steps)
         for nbytes in expert_bytes(model, layout, length)
     )
     return counts + 2 * rows, 2 * rows
@@ -254,53 +249,28 @@ def ring_seconds(
     return max(now, gradient)
 
 
-@dataclass(frozen=True)
 class _TensorParallel:
     """The collectives over tp in one microbatch, in seconds.
 
     gather   an all-gather or a reduce-scatter of the activations, half of an all-reduce
+    enter    before a column-parallel layer: the all-gather of sequence parallelism, or none
+    leave    after a row-parallel layer: an all-reduce, or sequence parallelism's reduce-scatter
     loss     the all-reduces of the loss: the maximum of each token's logits, then the sum and the
-             target's logit
+             target's logit, in 32 bits at least
     """
 
-    layout: Layout
-    contention: float
-    hidden_sums: bool
-    gather: float
-    loss: float
-
-    @classmethod
-    def of(
-        cls, model: ModelShape, layout: Layout, cluster: Cluster, length: int
-    ) -> _TensorParallel:
-        """Return those of a layout. The loss is summed in 32 bits at least."""
-        tokens, t, width = layout.tokens(length), layout.tp, layout.precision.parameters
-        sums = [
-            2 * gather_seconds(cluster, values * tokens * max(4, width), 1, t) for values in (1, 2)
-        ]
-        gather = gather_seconds(cluster, tokens * model.hidden * width, 1, t)
-        contention, hidden_sums = cluster.assumptions.contention, cluster.framework.hidden_sums
-        return cls(
-            layout=layout,
-            contention=contention,
-            hidden_sums=hidden_sums,
-            gather=gather,
-            loss=sum(sums),
-        )
-
-    @property
-    def enter(self) -> float:
-        """Return the seconds before a column-parallel layer: the all-gather of sequence
-        parallelism, or none.
-        """
-        return self.gather if self.layout.sequence_parallel else 0.0
-
-    @property
-    def leave(self) -> float:
-        """Return the seconds after a row-parallel layer: an all-reduce, or sequence parallelism's
-        reduce-scatter.
-        """
-        return self.gather if self.layout.sequence_parallel else 2 * self.gather
+    def __init__(self, model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> None:
+        self.layout = layout
+        self.cluster = cluster
+        tokens = layout.tokens(length)
+        t = layout.tp
+        width = layout.precision.parameters
+        self.gather = gather_seconds(cluster, tokens * model.hidden * width, 1, t)
+        self.enter = self.gather if layout.sequence_parallel else 0.0
+        self.leave = self.gather if layout.sequence_parallel else 2 * self.gather
+        maxima = gather_seconds(cluster, tokens * max(4, width), 1, t)
+        sums = gather_seconds(cluster, 2 * tokens * max(4, width), 1, t)
+        self.loss = 2 * maxima + 2 * sums
 
     def backward(self, columns: Sequence[float], rows: int) -> tuple[float, float]:
         """Return (seconds that backward waits, seconds that hidden collectives cost the
@@ -311,30 +281,32 @@ class _TensorParallel:
         waits (Framework.hidden_sums). Each of the `rows` row-parallel layers gathers its gradient
         under sequence parallelism, and nothing hides that.
         """
-        hides = self.hidden_sums and not self.layout.splits_backward
-        hidden = sum(min(self.leave, seconds) if hides else 0.0 for seconds in columns)
-        row_gathers = rows * self.gather if self.layout.sequence_parallel else 0.0
-        return len(columns) * self.leave - hidden + row_gathers, self.contention * hidden
+        hidden = 0.0
+        if self.cluster.framework.hidden_sums and not self.layout.splits_backward:
+            hidden = sum(min(self.leave, seconds) for seconds in columns)
+        waiting = len(columns) * self.leave - hidden + rows * self.enter
+        return waiting, self.cluster.assumptions.contention * hidden
 
 
 def _over_dp(
     cluster: Cluster, layout: Layout, parameters: int, replicated: int,
     router: int = 0, keys: int = 0, copies: int = 1, experts: int = 0,
 ) -> dict[str, float]:  # fmt: skip
-    """Return gather, reduce, partial and across (UnitTime) of a unit with these `parameters` on a
-    rank.
+    """Return gather, refresh, reduce, partial and across (UnitTime) of a unit with these
+    `parameters` on a rank.
 
     `replicated` of them are on every tp rank, among them a `router`, whose gradient is summed over
     tp even without sequence parallelism. If several ranks have `copies` of the same heads, the
     gradients of those `keys` and values are summed over these ranks. `experts` of them travel in a
     bucket of their own, over the ranks that hold the same ones.
     """
-    precision, t, s, q = layout.precision, layout.tp, layout.shards, layout.zero_replicas
-    buckets = [
-        (elements, fold)
-        for elements, fold in ((parameters - experts, 1), (experts, layout.ep))
-        if elements
-    ]
+    precision = layout.precision
+    t = layout.tp
+    s = layout.shards
+    q = layout.zero_replicas
+    buckets = [(parameters - experts, 1)]
+    if experts:
+        buckets.append((experts, layout.ep))
 
     def over_shards(collective: Callable[..., float], width: int) -> float:
         seconds = [
@@ -349,8 +321,10 @@ def _over_dp(
         summed = replicated if layout.sequence_parallel else router
         partial = 2 * gather_seconds(cluster, summed * precision.gradients, 1, t)
     partial += 2 * gather_seconds(cluster, keys * precision.gradients, 1, copies)
+    gather = over_shards(fetch_seconds, precision.parameters)
     return {
-        "gather": over_shards(fetch_seconds, precision.parameters),
+        "gather": gather if layout.zero == 3 else 0.0,
+        "refresh": gather if layout.zero in (1, 2) else 0.0,
         "reduce": reduce if layout.zero else cluster.assumptions.all_reduce * reduce,
         "partial": partial,
         "across": cluster.assumptions.all_reduce * between_replicas,

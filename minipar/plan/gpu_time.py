@@ -1,7 +1,5 @@
 """Seconds of computation of one microbatch on a GPU, from its data sheet and the assumptions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from minipar.plan.cluster import Cluster, ComputeTime
@@ -43,45 +41,43 @@ def gpu_compute(
     parameter. Each of a rank's experts has two products of its own, so that few large ones take
     less time.
     """
-    t, a, tokens = layout.tp, cluster.assumptions, layout.tokens(length)
+    t = layout.tp
+    a = cluster.assumptions
+    tokens = layout.tokens(length)
     seconds_per_byte = 1 / (cluster.gpu.memory_bandwidth * a.copies)
     rate = cluster.product_rate
     core_rate = rate if layout.stores_scores else cluster.attention_rate
 
-    def products(flops: float, count: int) -> float:
+    def products(flops: float, count: int, rate: float = rate) -> float:
         """Return the seconds of `count` products that have `flops` together, divided over the tp
         ranks.
         """
         return (flops / t + a.half_work * count) / rate
 
-    def attention(flops: float, count: int = 0) -> float:
-        """Return those of attention's core."""
-        return (flops / t + a.half_work * count) / core_rate
-
-    count = 2 + 2 * (model.experts or 1) // layout.ep  # products of a layer
-    core = core_flops(model, layout, length, sum(attention_squares(layout, cluster.framework)))
-    flops = 2 * tokens * model.layer_matrices
+    experts = (model.experts or 1) // layout.ep
+    matrices = products(2 * tokens * model.layer_matrices, 2 + 2 * experts)
+    squares = sum(attention_squares(layout, cluster.framework))
+    core = core_flops(model, layout, length, squares)
+    core_alone = products(core, 2, core_rate)
     kept = layer_activations(model, replace(layout, recompute="none"), length)
-    kept_without_scores = layer_activations(model, replace(layout, recompute="selective"), length)
-    forward = products(flops, count) + attention(core) + a.forward_traffic * kept * seconds_per_byte
-    core_forward = (
-        attention(core, 2) + a.forward_traffic * (kept - kept_without_scores) * seconds_per_byte
-    )
-    recompute = {"none": 0.0, "selective": core_forward, "full": forward}[layout.recompute]
-    # Flash attention computes the scores once more, next to their gradients: the first of the
-    # core's two products.
-    scores_again = 0.0 if layout.stores_scores else attention(core, 2) / 2
+    scores = kept - layer_activations(model, replace(layout, recompute="selective"), length)
+    forward = matrices + products(core, 0, core_rate)
+    forward += a.forward_traffic * kept * seconds_per_byte
+    backward = matrices + products(2 * core, 0, core_rate)
+    if not layout.stores_scores:
+        # Flash attention computes the scores once more, next to their gradients: the first of the
+        # core's two products.
+        backward += core_alone / 2
+    backward += a.backward_traffic * kept * seconds_per_byte
+    again = core_alone + a.forward_traffic * scores * seconds_per_byte
     logits = products(model.head_flops(tokens), 1)
     elements = MEGATRON.kept.logits * layout.precision.parameters * tokens * model.vocab_size
     softmax = elements / t * seconds_per_byte
     return ComputeTime(
         forward=forward,
-        backward_input=products(flops, count)
-        + attention(2 * core)
-        + scores_again
-        + a.backward_traffic * kept * seconds_per_byte,
-        backward_weight=products(flops, count),
-        recompute=recompute,
+        backward_input=backward,
+        backward_weight=matrices,
+        recompute={"none": 0.0, "selective": again, "full": forward}[layout.recompute],
         head_forward=logits + a.forward_traffic * softmax,
         head_backward_input=logits + a.backward_traffic * softmax,
         head_backward_weight=logits,

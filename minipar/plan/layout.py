@@ -6,9 +6,7 @@ with, `MINIPAR` is this repository's own program, so that predictions can be com
 `PROGRAMS` in programs.py pairs each with its speeds.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from minipar.errors import UsageError, check_divides
 from minipar.parallel.context import METHODS
@@ -56,6 +54,11 @@ class Layout:
     @property
     def gpus(self) -> int:
         return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def samples(self) -> int:
+        """Return the samples of a step: the global batch."""
+        return self.dp * self.microbatch * self.microbatches
 
     @property
     def mesh(self) -> tuple[int, int, int, int]:
@@ -149,30 +152,26 @@ def check_layout(
     """Raise UsageError, with the equation that does not hold, if a layout contradicts what it is
     asked to run.
     """
-    sizes = {
-        name: getattr(layout, name)
-        for name in ("dp", "cp", "tp", "pp", "microbatch", "microbatches", "ep")
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise UsageError(f"{name} {size}: expected at least 1")
-    dp, cp, tp, pp, microbatch, m, ep = sizes.values()
+    for name in ("dp", "cp", "tp", "pp", "microbatch", "microbatches", "ep"):
+        if getattr(layout, name) < 1:
+            raise UsageError(f"{name} {getattr(layout, name)}: expected at least 1")
+    dp, cp, tp, pp, ep = layout.axes
     if layout.gpus != gpus:
         axes = f"dp*cp*tp*pp = {dp}*{cp}*{tp}*{pp}" if cp > 1 else f"dp*tp*pp = {dp}*{tp}*{pp}"
         raise UsageError(f"{axes} = {layout.gpus}, but the cluster has {gpus} GPUs")
-    if dp * microbatch * m != global_batch:
-        product = f"dp*microbatch*microbatches = {dp}*{microbatch}*{m} = {dp * microbatch * m}"
-        raise UsageError(f"{product}, but the global batch is {global_batch}")
-    if (q := layout.zero_replicas) > 1 and (layout.zero == 0 or layout.replicas % q):
-        ranks = "dp*cp" if cp > 1 else "dp"
-        why = (
-            f"{ranks}/replicas = {dp * cp}/{q} is not a whole number"
-            if layout.zero
-            else "ZeRO stage 0 shards nothing"
+    if layout.samples != global_batch:
+        product = f"{dp}*{layout.microbatch}*{layout.microbatches} = {layout.samples}"
+        raise UsageError(
+            f"dp*microbatch*microbatches = {product}, but the global batch is {global_batch}"
         )
-        raise UsageError(f"{q} replicas of shards, but {why}")
+    q = layout.zero_replicas
+    if q > 1 and layout.zero == 0:
+        raise UsageError(f"{q} replicas of shards, but ZeRO stage 0 shards nothing")
+    if layout.replicas % q:
+        ratio = f"dp*cp/replicas = {dp * cp}/{q}" if cp > 1 else f"dp/replicas = {dp}/{q}"
+        raise UsageError(f"{q} replicas of shards, but {ratio} is not a whole number")
     check_experts(model, ep)
-    if dp * cp % ep:
+    if layout.replicas % ep:
         raise UsageError(
             f"dp*cp/ep = {dp}*{cp}/{ep} is not a whole number: the ranks of ep are among those of dp*cp"
         )
@@ -229,27 +228,27 @@ class Activations:
                            parallelism or whole
     """
 
-    sliced: float
-    gathered: float
-    rows: float
-    qkv: float
-    context: float
-    inner: float
-    gated: float
-    scores: float
-    logits: float
-    head: float
-    boundary: float
-    moving: float
-    moving_whole: float
-    routed: float
-    router: float
+    sliced: float = 5
+    gathered: float = 0
+    rows: float = 0
+    qkv: float = 1
+    context: float = 1
+    inner: float = 2
+    gated: float = 4
+    scores: float = 2.5
+    logits: float = 3
+    head: float = 2
+    boundary: float = 0
+    moving: float = 0
+    moving_whole: float = 0
+    routed: float = 2
+    router: float = 4
 
 
 @dataclass(frozen=True)
 class Framework:
     """The habits in which training frameworks differ, as far as they change a step's time or
-    memory.
+    memory. The defaults are those of Megatron-LM today.
 
     ring_per_card      A collective over hosts runs k rings at once, each with 1/k of the bytes
                        through another of a host's k network cards. Otherwise it runs one ring.
@@ -285,22 +284,22 @@ class Framework:
     kept               What is kept for backward.
     """
 
-    ring_per_card: bool
-    blocking_hops: bool
-    scattered_hops: bool
-    balanced_stages: bool
-    every_microbatch: bool
-    pairwise: bool
-    gathers_ahead: bool
-    embedding_returns: bool
-    kept: Activations
+    ring_per_card: bool = True
+    blocking_hops: bool = True
+    scattered_hops: bool = True
+    balanced_stages: bool = False
+    every_microbatch: bool = True
+    pairwise: bool = False
+    gathers_ahead: bool = True
+    embedding_returns: bool = False
     lockstep: bool = False
     hidden_sums: bool = True
     hidden_reductions: bool = True
     visible_pairs: bool = False
     parallel_messages: bool = False
-    gradient_copy: float = 0
+    gradient_copy: float = 0.0
     overhead: float = 0.0
+    kept: Activations = Activations()
 
 
 # Megatron-LM on NCCL, with ZeRO as DeepSpeed does it. Activations: Korthikanti et al. 2022, section
@@ -309,45 +308,29 @@ class Framework:
 # that arrive and the results that go back, and of the router logits and probabilities in 32 bits:
 # an assumption. NCCL builds a ring through each network card. Megatron's pipeline exchanges with
 # both neighbours between two computations (p2p_communication.py). It has --overlap-param-gather.
-MEGATRON = Framework(
-    ring_per_card=True,
-    blocking_hops=True,
-    scattered_hops=True,
-    balanced_stages=False,
-    every_microbatch=True,
-    pairwise=False,
-    gathers_ahead=True,
-    embedding_returns=False,
-    kept=Activations(
-        sliced=5, gathered=0, rows=0, qkv=1, context=1, inner=2, gated=4, scores=2.5,
-        logits=3, head=2, boundary=0, moving=0, moving_whole=0, routed=2, router=4,
-    ),
-)  # fmt: skip
+MEGATRON = Framework()
 
 # Megatron-LM as it was in 2021: nothing over tp or dp hides (--overlap-grad-reduce and tp's
 # asynchronous sums came later), each stage keeps its output, and fp16 gradients are copied to fp32
 # (20 bytes per parameter, its README).
-MEGATRON_2021 = replace(
-    MEGATRON,
+MEGATRON_2021 = Framework(
     hidden_sums=False,
     hidden_reductions=False,
     gathers_ahead=False,
     gradient_copy=4,
-    kept=replace(MEGATRON.kept, boundary=1),
+    kept=Activations(boundary=1),
 )
 
 # DeepSpeed's ZeRO-3 of 2021, as in table 2 of Narayanan et al. Both habits are inferred from its
 # six rows: collectives reach the speed of one card per host, and no reduction hides behind the
 # backward pass that it belongs to.
-DEEPSPEED_2021 = replace(MEGATRON, ring_per_card=False, hidden_reductions=False)
+DEEPSPEED_2021 = Framework(ring_per_card=False, hidden_reductions=False)
 
 # Llama 3 (arXiv 2407.21783, 3.3.2) frees what it can, recomputes no layer, and sums gradients over
 # microbatches first. What it frees is not said. The least is kept here, what no elementwise kernel
 # computes again from the rest: the inputs of both norms; q, k, v; attention's output; both products
 # of the gate.
-LLAMA_3 = replace(
-    MEGATRON, every_microbatch=False, kept=replace(MEGATRON.kept, sliced=2, inner=1, gated=2)
-)
+LLAMA_3 = Framework(every_microbatch=False, kept=Activations(sliced=2, inner=1, gated=2))
 
 # tests/parallel/tensor/test_tensor_traffic.py counts what a layer keeps: 20 N + A + 2 B T elements.
 MINIPAR = Framework(
@@ -362,31 +345,22 @@ MINIPAR = Framework(
     visible_pairs=True,
     parallel_messages=True,
     kept=Activations(
-        sliced=2, gathered=2, rows=2, qkv=1, context=1, inner=3, gated=4, scores=1,
-        logits=2, head=2, boundary=1, moving=2, moving_whole=1, routed=2, router=4,
+        sliced=2, gathered=2, rows=2, inner=3, scores=1, logits=2, boundary=1, moving=2, moving_whole=1,
     ),
 )  # fmt: skip
 
 # nanotron, as in the Ultra-Scale Playbook's benchmark: bf16 with gradients accumulated in fp32 (20
-# bytes per parameter,
-# `PRECISIONS["bf16"]` and the copy), flash attention, sequence parallelism with a column-parallel
-# layer's whole input kept, blocks divided with the head in mind. Multiples of the logits and
-# overhead: fitted (tests/plan/fit_nanotron.py).
+# bytes per parameter, `PRECISIONS["bf16"]` and the copy), flash attention, sequence parallelism
+# with a column-parallel layer's whole input kept, blocks divided with the head in mind. Multiples
+# of the logits and overhead: fitted (tests/plan/fit_nanotron.py).
 NANOTRON = Framework(
-    ring_per_card=True,
-    blocking_hops=True,
     scattered_hops=False,
     balanced_stages=True,
     every_microbatch=False,
-    pairwise=False,
     gathers_ahead=False,
-    embedding_returns=False,
     lockstep=True,
     hidden_sums=False,
     gradient_copy=2,
     overhead=0.38e9,
-    kept=Activations(
-        sliced=5, gathered=2, rows=0, qkv=1, context=1, inner=2, gated=4, scores=2.5,
-        logits=5.7, head=2, boundary=0, moving=0, moving_whole=0, routed=2, router=4,
-    ),
-)  # fmt: skip
+    kept=Activations(gathered=2, logits=5.7),
+)

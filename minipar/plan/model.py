@@ -7,11 +7,9 @@ that training needs. *Hardware* FLOPs include recomputation (Chowdhery et al. 20
 2204.02311, appendix B; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
 """
 
-from __future__ import annotations
-
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,8 @@ def check_size(label: str, field: str, size: Any, optional: bool) -> None:
     """
     if size is None and optional:
         return
-    least, most = int(field != "positions"), MOST_LAYERS if field == "layers" else MOST
+    least = int(field != "positions")
+    most = MOST_LAYERS if field == "layers" else MOST
     if not isinstance(size, int) or isinstance(size, bool) or not least <= size <= most:
         raise UsageError(
             f"{label} = {repr(size)[:40]}, expected a whole number from {least} to {most}"
@@ -69,20 +68,10 @@ class ModelShape:
     top_k: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
-            "layers",
-            "hidden",
-            "heads",
-            "vocab_size",
-            "positions",
-            "kv_heads",
-            "ffn",
-            "experts",
-            "top_k",
-        ):
-            check_size(
-                name, name, getattr(self, name), optional=name in ("kv_heads", "ffn", "experts")
-            )
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if field.type is not bool:
+                check_size(field.name, field.name, size, optional=field.default is None)
         if self.top_k > (self.experts or 1):
             raise UsageError(f"top-k {self.top_k} is more than experts {self.experts or 1}")
         if self.experts and self.biases:
@@ -112,11 +101,7 @@ class ModelShape:
         """
         return self.heads // tp, max(1, self.groups // tp)
 
-    def copies(self, tp: int) -> int:
-        """Return how many tp ranks hold each head of keys and values: more than one if the ranks are more."""
-        return max(1, tp // self.groups)
-
-    def with_copies(self, tp: int) -> ModelShape:
+    def with_copies(self, tp: int) -> "ModelShape":
         """Return the model of whose layers a tp rank holds 1/tp: with a head of keys for each rank, at least."""
         return self if self.groups >= min(tp, self.heads) else replace(self, kv_heads=tp)
 
@@ -206,7 +191,8 @@ class ModelShape:
         """Return the two column-parallel layers' shares of a layer's matrices: q, k, v and the
         MLP's first.
         """
-        first, second = self.qkv, (2 if self.gated else 1) * self.active_inner
+        first = self.qkv
+        second = (2 if self.gated else 1) * self.active_inner
         whole = first + second + self.hidden + self.active_inner
         return first / whole, second / whole
 
@@ -249,10 +235,8 @@ class ModelShape:
         with recompute    6N + attention, and what is computed again: the core, or a third of all
                           (hardware FLOPs)
         """
-        parameters, core = (
-            6 * length * self.active_parameters,
-            self.layers * self.attention_core_flops(length),
-        )
+        parameters = 6 * length * self.active_parameters
+        core = self.layers * self.attention_core_flops(length)
         every_pair = parameters + 3 * core
         again = {"none": 0, "selective": core, "full": every_pair // 3}
         return {
@@ -353,11 +337,10 @@ def find_model(name: str) -> ModelShape:
     for field, key in keys.items():
         check_size(f"{path}: {key}", field, config.get(key), optional=key in OPTIONAL_KEYS)
     sizes: dict[str, Any] = {field: config.get(key) for field, key in keys.items()}
+    if kind != "gpt2":
+        sizes |= {"tied": bool(config.get("tie_word_embeddings", False)), **LLAMA}
     try:
-        if kind == "gpt2":
-            return ModelShape(**sizes)
-        tied = bool(config.get("tie_word_embeddings", False))
-        return ModelShape(**sizes, tied=tied, **LLAMA)
+        return ModelShape(**sizes)
     except UsageError as error:
         raise UsageError(f"{path} does not describe a model: {error}") from None
 

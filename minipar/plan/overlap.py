@@ -2,8 +2,6 @@
 waits for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,7 +36,9 @@ def overlapped(
     `few_gradients` (ZeRO stages 2 and 3) a unit waits until at most FULL_GRADIENTS whole gradients
     exist with its own.
     """
-    now, arrival, far = start, start, stream
+    now = start
+    arrival = start
+    far = stream
     reduced: list[float] = []
     for i, unit in enumerate(passes):
         if i == 0 and unit.gather:

@@ -1,7 +1,5 @@
 """The makespan of a pipeline schedule: simulated, or in the closed form that a search uses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -56,7 +54,9 @@ def closed_form(layout: Layout, rank: StageTime, head: StageTime) -> float:
     naive           every microbatch passes all ranks alone
     ZB-H2, ZBV      1F1B's, an upper bound
     """
-    p, m, v = layout.pp, layout.microbatches, layout.virtual_stages
+    p = layout.pp
+    m = layout.microbatches
+    v = layout.virtual_stages
     one = rank.seconds
     slowest = one + head.seconds
     if p == 1:
@@ -72,7 +72,8 @@ def closed_form(layout: Layout, rank: StageTime, head: StageTime) -> float:
 
 def simulated_actions(layout: Layout) -> int:
     """Return the actions of the longest schedule that `simulated` makes for a layout."""
-    p, m = layout.pp, layout.microbatches
+    p = layout.pp
+    m = layout.microbatches
     each = 3 if layout.splits_backward else 2  # a microbatch has as many in a stage
     return each * p * min(m, 3 * p + m % p) * layout.stages_per_rank
 
@@ -86,16 +87,21 @@ def simulated(
     Beyond 2p microbatches each further group of p takes the same time, so a long step is simulated
     at two lengths and extended.
     """
-    p, m, times = layout.pp, layout.microbatches, tuple(stages)
-    short = 2 * p + m % p
+    p = layout.pp
+    m = layout.microbatches
+    v = layout.virtual_stages
+    times = tuple(stages)
     if simulated_actions(layout) > MOST_ACTIONS:
         return None
+
+    def of(microbatches: int) -> SimulatedPipeline:
+        return simulate_exactly(layout.schedule, p, microbatches, v, times, hop)
+
+    short = 2 * p + m % p
     if m <= short + p:
-        return simulate_exactly(layout.schedule, p, m, layout.virtual_stages, times, hop)
-    first, second = (
-        simulate_exactly(layout.schedule, p, n, layout.virtual_stages, times, hop)
-        for n in (short, short + p)
-    )
+        return of(m)
+    first = of(short)
+    second = of(short + p)
     later = (second.makespan - first.makespan) * (m - short - p) / p
     return SimulatedPipeline(
         makespan=second.makespan + later,

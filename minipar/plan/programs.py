@@ -1,10 +1,8 @@
 """The programs that train, with what they achieve, and a user's own program or GPU from a file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +27,15 @@ FRACTION_RANGE = (1e-6, 1.0)
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """The distance of predictions from measured seconds; `text` says in which runs it is within
-    `spread`.
-    """
-
-    spread: float
-    text: str
-
-
-@dataclass(frozen=True)
 class Program:
     """A program that trains: its framework's habits, and what it achieves of a data sheet's
-    values.
+    values. `evidence` says in which runs predicted seconds are within `spread` of the measured.
     """
 
     framework: Framework
     assumptions: Assumptions
-    evidence: Evidence
+    spread: float
+    evidence: str
 
 
 # The `half_work` with which two samples are the best microbatch in figure 16 of Narayanan et al.
@@ -61,27 +50,26 @@ PROGRAMS = {
     "megatron": Program(  # tests/plan/test_published.py; the other three are LLaMA's, 16 to 28 % too fast
         MEGATRON,
         Assumptions(),
-        Evidence(0.15, "seconds are within 15 % of the printed ones in 17 of 20 runs"),
+        0.15,
+        "seconds are within 15 % of the printed ones in 17 of 20 runs",
     ),
     "megatron-2021": Program(  # tests/plan/test_megatron_2021.py
         MEGATRON_2021,
         Assumptions(half_work=LARGER_PRODUCTS),
-        Evidence(
-            0.10,
-            "seconds are within 4 % of the printed ones in 16 of 16 runs, 10 % in 34 of 39 read off figures",
-        ),
+        0.10,
+        "seconds are within 4 % of the printed ones in 16 of 16 runs, 10 % in 34 of 39 read off figures",
     ),
     "deepspeed-2021": Program(
         DEEPSPEED_2021,
         Assumptions(half_work=LARGER_PRODUCTS),
-        Evidence(0.10, "with ZeRO-3 seconds are within 10 % of the printed ones in 6 of 6 runs"),
+        0.10,
+        "with ZeRO-3 seconds are within 10 % of the printed ones in 6 of 6 runs",
     ),
     "llama-3": Program(
         LLAMA_3,
         Assumptions(half_work=LARGER_PRODUCTS),
-        Evidence(
-            0.15, "seconds are within 15 % of the printed ones in 2 of 2 runs, both of them shorter"
-        ),
+        0.15,
+        "seconds are within 15 % of the printed ones in 2 of 2 runs, both of them shorter",
     ),
     "nanotron": Program(
         NANOTRON,
@@ -98,18 +86,14 @@ PROGRAMS = {
             host_ends=7.5e-3,
             memory_used=0.98,  # Framework.overhead is counted by itself
         ),
-        Evidence(
-            0.20,
-            "without a pipeline seconds are within 20 % in 8 of 10 runs; with one nothing is known",
-        ),
+        0.20,
+        "without a pipeline seconds are within 20 % in 8 of 10 runs; with one nothing is known",
     ),
     "minipar": Program(
         MINIPAR,
         Assumptions(),
-        Evidence(
-            0.20,
-            "on two CPU cores, with constants measured on them, seconds are within 20 % in 28 of 28 runs",
-        ),
+        0.20,
+        "on two CPU cores, with constants measured on them, seconds are within 20 % in 28 of 28 runs",
     ),
 }
 
@@ -126,64 +110,22 @@ def find_program(name: str) -> Program:
     """
     if name.lower() in PROGRAMS:
         return PROGRAMS[name.lower()]
-    values = _own_values(name, "--program", PROGRAMS)
-    base = (values.pop("like", None) or "megatron").lower()
-    like = PROGRAMS[base]
-    parts: list[dict[str, Any]] = [
-        vars(like.assumptions),
-        vars(like.framework),
-        vars(like.framework.kept),
-    ]
-    known = {key: value for part in parts for key, value in part.items() if key != "kept"}
-    for key, value in values.items():
-        if key not in known:
-            question = did_you_mean(suggest(key, known)) or "; see cluster.py"
-            raise UsageError(f"{name}: no program has {key[:40]!r}{question}")
-        if isinstance(known[key], bool) and not isinstance(value, bool):
-            raise UsageError(f"{name}: {key} is {str(value)[:40]}, expected true or false")
-        if not isinstance(known[key], bool):
-            values[key] = _number(name, key, value, PROGRAM_RANGE)
-    assumptions, framework, kept = (
-        {key: values[key] for key in values if key in part} for part in parts
-    )
-    evidence = like.evidence
+    framework = dict(vars(MEGATRON))
+    kept = vars(framework.pop("kept"))
+    fields = {**vars(Assumptions()), **framework, **kept}
+    like, values = _own_values(name, "program", PROGRAMS, fields, PROGRAM_RANGE)
+    like = like or "megatron"
+    program = PROGRAMS[like]
+    evidence = program.evidence
     if values:
-        evidence = replace(
-            evidence, text=f"no run was compared with these values; of {base}: {evidence.text}"
-        )
+        evidence = f"no run was compared with these values; of {like}: {evidence}"
+    own_kept = replace(program.framework.kept, **_of(kept, values))
     return Program(
-        framework=replace(like.framework, **framework, kept=replace(like.framework.kept, **kept)),
-        assumptions=replace(like.assumptions, **assumptions),
+        framework=replace(program.framework, **_of(framework, values), kept=own_kept),
+        assumptions=replace(program.assumptions, **_of(vars(Assumptions()), values)),
+        spread=program.spread,
         evidence=evidence,
     )
-
-
-def _own_values(name: str, flag: str, known: Mapping[str, object]) -> dict[str, Any]:
-    """Return the values in a user's JSON file, of which "like" is a known name if it is there."""
-    if not os.path.exists(name):  # False, too, for a name that is too long
-        question = did_you_mean(suggest(name, known))
-        raise UsageError(
-            f"{flag} {name}: neither a JSON file nor one of {', '.join(known)}{question}"
-        )
-    values: dict[str, Any] = read_json(Path(name))
-    like = values.get("like")
-    if like is not None and (not isinstance(like, str) or like.lower() not in known):
-        raise UsageError(
-            f'{name}: "like" is {str(like)[:40]!r}, expected one of {", ".join(known)}'
-        )
-    return values
-
-
-def _number(name: str, key: str, value: object, usual: tuple[float, float]) -> float:
-    """Return a value of a user's file as a float. UsageError unless it is a fraction, or in the
-    `usual` range.
-    """
-    low, high = FRACTION_RANGE if key in FRACTIONS else usual
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise UsageError(
-            f"{name}: {key} is {str(value)[:40]}, expected a value from {low:g} to {high:g}"
-        )
-    return float(value)
 
 
 def find_gpu(name: str) -> Gpu:
@@ -194,12 +136,50 @@ def find_gpu(name: str) -> Gpu:
     """
     if name.lower() in GPUS:
         return GPUS[name.lower()]
-    values = _own_values(name, "--gpu", GPUS)
+    fields = vars(GPUS["a100"])
+    like, values = _own_values(name, "gpu", GPUS, fields, GPU_RANGE)
+    missing = sorted(fields.keys() - values - set(FRACTIONS))
+    if like is None and missing:
+        raise UsageError(f'{name} lacks {", ".join(missing)}, or "like": a known GPU')
+    return replace(GPUS[like or "a100"], **values)
+
+
+def _of(fields: Mapping[str, object], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the values that are of these fields."""
+    return {key: value for key, value in values.items() if key in fields}
+
+
+def _own_values(
+    name: str,
+    kind: str,
+    known: Mapping[str, object],
+    fields: Mapping[str, object],
+    usual: tuple[float, float],
+) -> tuple[str | None, dict[str, Any]]:
+    """Return the "like" in a user's JSON file, a known name or None, and the values of fields.
+
+    UsageError unless a value is true or false as its field is, a fraction, or in the `usual` range.
+    """
+    names = ", ".join(known)
+    if not os.path.exists(name):  # False, too, for a name that is too long
+        question = did_you_mean(suggest(name, known))
+        raise UsageError(f"--{kind} {name}: neither a JSON file nor one of {names}{question}")
+    values: dict[str, Any] = read_json(Path(name))
     like = values.pop("like", None)
-    fields = asdict(GPUS["a100"])
-    if values.keys() - fields or (like is None and fields.keys() - values - set(FRACTIONS)):
-        raise UsageError(
-            f'{name}: expected {", ".join(sorted(fields))}, or some of them and "like": a known GPU'
-        )
-    numbers = {key: _number(name, key, value, GPU_RANGE) for key, value in values.items()}
-    return Gpu(**numbers) if like is None else replace(GPUS[like.lower()], **numbers)
+    if like is not None:
+        if not isinstance(like, str) or like.lower() not in known:
+            raise UsageError(f'{name}: "like" is {str(like)[:40]!r}, expected one of {names}')
+        like = like.lower()
+    for key, value in values.items():
+        if key not in fields:
+            question = did_you_mean(suggest(key, fields)) or "; see cluster.py"
+            raise UsageError(f"{name}: no {kind} has {key[:40]!r}{question}")
+        low, high = FRACTION_RANGE if key in FRACTIONS else usual
+        expected = f"a value from {low:g} to {high:g}"
+        accepted = type(value) in (int, float) and low <= value <= high
+        if isinstance(fields[key], bool):
+            expected = "true or false"
+            accepted = isinstance(value, bool)
+        if not accepted:
+            raise UsageError(f"{name}: {key} is {str(value)[:40]}, expected {expected}")
+    return like, values

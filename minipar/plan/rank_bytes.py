@@ -5,12 +5,11 @@ Model state: Rajbhandari et al. 2020 (parallel/memory.py). Activations: Korthika
 activations, one-byte dropout masks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from minipar.parallel.memory import model_state
+from minipar.parallel.tensor.plan import kv_copies
 from minipar.parallel.traffic import cp_elements
 from minipar.plan.layout import MEGATRON, Activations, Framework, Layout
 from minipar.plan.model import ModelShape
@@ -27,7 +26,8 @@ def replicated_parameters(model: ModelShape) -> int:
     """Return the parameters of a layer that every tp rank has: norms, biases of row-parallel
     layers, the router.
     """
-    return 2 * model.norm_parameters + (2 * model.hidden if model.biases else 0) + model.router
+    biases = 2 * model.hidden if model.biases else 0
+    return 2 * model.norm_parameters + biases + model.router
 
 
 def layer_experts(model: ModelShape, tp: int, ep: int) -> int:
@@ -48,17 +48,6 @@ def layer_state(model: ModelShape, tp: int, ep: int) -> int:
     return -(-dense // tp) + whole + layer_experts(model, tp, ep)
 
 
-def rank_experts(model: ModelShape, layout: Layout) -> int:
-    """Return those of `rank_parameters` that not all ranks of dp x cp have: experts, where ep >
-    1.
-    """
-    return (
-        layout.layers_per_rank(model) * layer_experts(model, layout.tp, layout.ep)
-        if layout.ep > 1
-        else 0
-    )
-
-
 def rank_parameters(model: ModelShape, layout: Layout) -> int:
     """Return the parameters of the first pipeline rank, which has most; without a pipeline of every
     rank.
@@ -66,15 +55,26 @@ def rank_parameters(model: ModelShape, layout: Layout) -> int:
     It holds the embeddings and its layers; without a pipeline also the last norm and an output head
     that is not tied.
     """
-    embedding = embedding_rows(model, layout.tp) + model.positions * model.hidden
-    parameters = embedding + layout.layers_per_rank(model) * layer_state(
-        model, layout.tp, layout.ep
-    )
+    table = embedding_rows(model, layout.tp)
+    layer = layer_state(model, layout.tp, layout.ep)
+    parameters = table + model.positions * model.hidden
+    parameters += layout.layers_per_rank(model) * layer
     if layout.pp == 1:
-        parameters += model.norm_parameters + (
-            0 if model.tied else embedding_rows(model, layout.tp)
-        )
+        parameters += model.norm_parameters
+        if not model.tied:
+            parameters += table
     return parameters
+
+
+def rank_buckets(model: ModelShape, layout: Layout) -> list[tuple[int, int]]:
+    """Return (parameters of the rank, ranks over which ZeRO shards them): of experts if ep > 1, and
+    of all else.
+    """
+    psi = rank_parameters(model, layout)
+    experts = 0
+    if layout.ep > 1:
+        experts = layout.layers_per_rank(model) * layer_experts(model, layout.tp, layout.ep)
+    return [(psi - experts, layout.shards), (experts, layout.expert_shards)]
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -107,14 +107,16 @@ def layer_activations(
     experts: with routing that is uniform a rank's experts get k rows for each of its tokens,
     whatever ep.
     """
-    h, t, slices = model.hidden, layout.tp, layout.sequence_slices
+    h = model.hidden
+    t = layout.tp
+    slices = layout.sequence_slices
     tokens = layout.tokens(length) * layout.precision.parameters
     if layout.recompute == "full":
         return tokens * h / slices
     stored = layout.recompute == "none" and layout.stores_scores
     core = kept.scores * model.heads * length if stored else 0
-    split = kept.qkv * model.with_copies(t).qkv + kept.context * h
-    split += (kept.gated if model.gated else kept.inner) * model.active_inner
+    inner = kept.gated if model.gated else kept.inner
+    split = kept.qkv * model.with_copies(t).qkv + kept.context * h + inner * model.active_inner
     whole = kept.gathered * h
     if model.experts is not None:
         whole += kept.routed * model.top_k * h + kept.router * model.experts
@@ -128,7 +130,9 @@ def in_flight(layout: Layout) -> Fraction | int:
     GPipe: m. 1F1B: min(m, p). Interleaved: min(m, p (1 + (p - 1)/(p v))), Narayanan et al. 2021.
     ZB-H2: 2p - 1.
     """
-    p, m, v = layout.pp, layout.microbatches, layout.virtual_stages
+    p = layout.pp
+    m = layout.microbatches
+    v = layout.virtual_stages
     match layout.schedule:
         case "gpipe":
             return m
@@ -148,47 +152,33 @@ def in_flight_last(layout: Layout) -> Fraction | int:
     """
     if layout.schedule != "interleaved-1f1b":
         return 1
-    return min(
-        Fraction(layout.microbatches), layout.pp - Fraction(layout.pp - 1, layout.virtual_stages)
-    )
+    earlier = Fraction(layout.pp - 1, layout.virtual_stages)
+    return min(Fraction(layout.microbatches), layout.pp - earlier)
 
 
 def memory(
     model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON
 ) -> Memory:
-    """Return the peak memory of the rank that needs most."""
-    state = rank_state(model, layout, framework)
-    activations, peak = kept_activations(model, layout, length, framework.kept)
-    return Memory(
-        parameters=state.parameters,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
-        activations=activations,
-        buffers=framework.overhead
-        + peak
-        - activations
-        + moment_buffers(model, layout, length, framework.kept),
-    )
-
-
-def rank_state(model: ModelShape, layout: Layout, framework: Framework) -> Memory:
-    """Return the bytes of parameters, gradients and optimizer state of the first pipeline rank.
+    """Return the peak memory of the rank that needs most.
 
     Where gradients are reduced after each microbatch (Framework.every_microbatch), no rank keeps
     whole gradients from ZeRO stage 2 on, as in DeepSpeed. Otherwise microbatches accumulate in
     whole gradients next to the rank's shard.
     """
-    psi, experts = rank_parameters(model, layout), rank_experts(model, layout)
-    own = Fraction(psi - experts, layout.shards) + Fraction(experts, layout.expert_shards)
+    psi = rank_parameters(model, layout)
+    own = sum(Fraction(elements, ranks) for elements, ranks in rank_buckets(model, layout))
     accumulating = layout.microbatches > 1 and not framework.every_microbatch
     state = model_state(psi, own, layout.zero, layout.precision, accumulating)
-    copied = own if layout.zero >= 2 else psi
+    copied = framework.gradient_copy * float(own if layout.zero >= 2 else psi)
+    kept = framework.kept
+    activations, peak = kept_activations(model, layout, length, kept)
+    moment = moment_buffers(model, layout, length, kept)
     return Memory(
         parameters=float(state.parameters),
-        gradients=float(state.gradients) + framework.gradient_copy * float(copied),
+        gradients=float(state.gradients) + copied,
         optimizer=float(state.optimizer),
-        activations=0.0,
-        buffers=0.0,
+        activations=activations,
+        buffers=framework.overhead + peak - activations + moment,
     )
 
 
@@ -206,23 +196,26 @@ def kept_activations(
     logits = kept.head * hidden + kept.logits * tokens * model.vocab_size / layout.tp
     layers = layout.layers_per_rank(model) * layer_activations(model, layout, length, kept)
     flying = float(in_flight(layout))
+    first = flying * layers
     if layout.pp == 1:
-        return flying * layers, flying * layers + logits
-    ends = 2 * layout.stages_per_rank - (0 if layout.schedule == "gpipe" else 1)
-    first = flying * layers + kept.boundary * hidden * (flying * ends)
-    return first, max(first, float(in_flight_last(layout)) * layers + logits)
+        return first, first + logits
+    ends = 2 * layout.stages_per_rank
+    if layout.schedule != "gpipe":
+        ends -= 1
+    first += kept.boundary * hidden * (flying * ends)
+    last = float(in_flight_last(layout)) * layers + logits
+    return first, max(first, last)
 
 
 def moment_buffers(model: ModelShape, layout: Layout, length: int, kept: Activations) -> float:
     """Return the bytes that exist for a moment, but for the logits: a gathered unit, a recomputed
     layer, attention's.
     """
-    precision, layer = layout.precision, layer_state(model, layout.tp, layout.ep)
+    precision = layout.precision
+    layer = layer_state(model, layout.tp, layout.ep)
     tokens = layout.tokens(length) * precision.parameters
-    buffers = (
-        kept.moving * tokens * model.hidden / layout.sequence_slices
-        + kept.moving_whole * tokens * model.hidden
-    )
+    buffers = kept.moving * tokens * model.hidden / layout.sequence_slices
+    buffers += kept.moving_whole * tokens * model.hidden
     if layout.recompute == "full":
         buffers += layer_activations(model, replace(layout, recompute="none"), length, kept)
     if layout.zero == 3:  # the parameters of the unit that computes, and of the next one
@@ -230,10 +223,10 @@ def moment_buffers(model: ModelShape, layout: Layout, length: int, kept: Activat
     if layout.zero >= 2:
         buffers += 2 * precision.gradients * layer
     if layout.cp > 1:  # by then backward has freed the activations of the layer's MLP
-        freed = (
-            tokens * (kept.gated if model.gated else kept.inner) * model.active_inner / layout.tp
-        )
-        buffers += max(0.0, precision.parameters * context_buffer(model, layout, length) - freed)
+        inner = kept.gated if model.gated else kept.inner
+        freed = tokens * inner * model.active_inner / layout.tp
+        attention = precision.parameters * context_buffer(model, layout, length)
+        buffers += max(0.0, attention - freed)
     return buffers
 
 
@@ -252,7 +245,8 @@ def context_buffer(model: ModelShape, layout: Layout, length: int) -> int:
     All-gather: 4 c u h_kv, all keys and values and their gradients. Ulysses: 2 u (h + 2 h_kv), what
     is sent and what arrives.
     """
-    u, h_kv = layout.tokens(length), kv_columns(model, layout.tp)
+    u = layout.tokens(length)
+    h_kv = kv_columns(model, layout.tp)
     if layout.context_parallel == "ulysses":
         return 2 * u * (model.hidden // layout.tp + 2 * h_kv)
     return (8 if layout.context_parallel == "ring" else 4 * layout.cp) * u * h_kv
@@ -305,37 +299,39 @@ def volume(
 
     parallel/traffic.py has minipar's traffic to the byte; these are the papers' formulas.
     """
-    t, s, q, m = layout.tp, layout.shards, layout.zero_replicas, layout.microbatches
-    hidden = layout.tokens(length) * model.hidden * layout.precision.parameters
-    sums = 12 if layout.recompute == "full" else 8
-    tp = Fraction(sums * hidden * (t - 1), t) * m * layout.layers_per_rank(model)
-    copied, copies = 2 * model.hidden * kv_columns(model, t), model.copies(t)
-    copied *= layout.layers_per_rank(model) * layout.precision.gradients
-    tp += Fraction(2 * copied * (copies - 1), copies)
+    t = layout.tp
+    s = layout.shards
+    q = layout.zero_replicas
+    m = layout.microbatches
+    precision = layout.precision
+    layers = layout.layers_per_rank(model)
+    # A layer's forward passes for each backward.
+    forwards = 2 if layout.recompute == "full" else 1
+    hidden = layout.tokens(length) * model.hidden * precision.parameters
+    tp = ring(4 * (forwards + 1) * hidden, t) * m * layers
+    copied = 2 * model.hidden * kv_columns(model, t) * precision.gradients
+    tp += ring(2 * copied, kv_copies(model.groups, t)) * layers
     pp = Fraction(0)
     if layout.pp > 1:
         slices = t if framework.scattered_hops else layout.sequence_slices
         pp = Fraction(2 * hidden, slices) * m * layout.stages_per_rank
-    reductions = m if framework.every_microbatch else 1
-    gathers, reductions = {0: (0, 2), 1: (1, 1), 2: (1, reductions), 3: (2 * m, reductions)}[
-        layout.zero
-    ]
-    width = gathers * layout.precision.parameters + reductions * layout.precision.gradients
-    psi, experts = rank_parameters(model, layout), rank_experts(model, layout)
-    dp = Fraction(width * (psi - experts) * (s - 1), s)
-    dp += Fraction(width * experts * (layout.expert_shards - 1), layout.expert_shards)
-    across = Fraction(2 * reductions * layout.precision.gradients * psi * (q - 1), s * q)
+    each = m if framework.every_microbatch else 1
+    gathers, reductions = {0: (0, 2), 1: (1, 1), 2: (1, each), 3: (2 * m, each)}[layout.zero]
+    width = gathers * precision.parameters + reductions * precision.gradients
+    dp = sum(ring(width * elements, d) for elements, d in rank_buckets(model, layout))
+    across = 2 * reductions * precision.gradients * rank_parameters(model, layout)
+    dp += ring(across, q) / s
     columns = model.hidden // t, kv_columns(model, t)
     moved, summed = cp_elements(layout.context_parallel, layout.cp, layout.tokens(length), *columns)
-    moved *= 3 if layout.recompute == "full" else 2
-    cp = (
-        Fraction((moved + summed) * layout.precision.parameters) * m * layout.layers_per_rank(model)
-    )
+    cp = Fraction((moved * (forwards + 1) + summed) * precision.parameters) * m * layers
     rows, counts = expert_bytes(model, layout, length)
-    forwards = 2 if layout.recompute == "full" else 1
-    ep = Fraction((2 * rows * (forwards + 1) + counts * forwards) * (layout.ep - 1), layout.ep)
-    ep *= m * layout.layers_per_rank(model)
-    return Volume(tp=tp, pp=pp, dp=dp + across, cp=cp, ep=ep)
+    ep = ring(2 * rows * (forwards + 1) + counts * forwards, layout.ep) * m * layers
+    return Volume(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep)
+
+
+def ring(nbytes: int, ranks: int) -> Fraction:
+    """Return what each rank of a ring sends in an all-gather or a reduce-scatter of so many bytes."""
+    return Fraction(nbytes * (ranks - 1), ranks)
 
 
 def expert_bytes(model: ModelShape, layout: Layout, length: int) -> tuple[int, int]:

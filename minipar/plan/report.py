@@ -1,7 +1,5 @@
 """The result of a search as a table and as JSON, and why the slower plans are slower."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,14 +9,9 @@ from minipar.plan.command import train_command
 from minipar.plan.layout import Layout
 from minipar.plan.model import utilization
 from minipar.plan.request import Request, assumptions
-from minipar.plan.search import Plan, SearchResult
+from minipar.plan.search import Candidate, Plan, SearchResult
 
 SHOWN_MESHES = 200  # in the JSON
-SETTINGS = "dp cp ep tp pp ZeRO microbatch schedule recompute SP".split()
-MEMORY = "parameters gradients optimizer activations buffers total".split()
-MESH_SETTINGS = "dp cp ep tp pp zero_stage recompute".split()  # the JSON shows these for each mesh
-SECONDS = "compute tp cp ep pp dp bubble update total TFLOP/s/GPU HFU MFU".split()
-AXES = "tp cp ep pp dp".split()  # the bytes sent are listed by axis
 BYTE_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 NAMED_SHARE = 0.1  # a difference with a smaller share of the gap between two plans is not named
@@ -32,13 +25,20 @@ PARTS = {
     "bubble": "pipeline bubble",
     "optimizer": "the optimizer's update",
 }
+Row = dict[str, str]  # the cells of a table's row by the names of their columns
+
+
+# ---- JSON ----------------------------------------------------------------------------------------
 
 
 def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
     """Return everything as JSON: bytes, seconds, FLOP/s. `python -m visualize plan` reads it."""
-    model, cluster, length = request.model, request.cluster, request.length
-    winner = result.plans[0]
-    text = assumptions(request)
+    model = request.model
+    cluster = request.cluster
+    length = request.length
+    plans = result.plans
+    spread = request.spread
+    own = {"precision": request.precision, "text": assumptions(request)}
     return {
         "model": {
             "name": request.name,
@@ -55,102 +55,104 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
         "gpus_per_node": cluster.per_host,
         "gpu": {"name": request.gpu, **asdict(cluster.gpu)},
         "program": request.program,
-        "spread": request.evidence.spread,
-        "tied": [
-            1 + result.plans.index(plan) for plan in tied(result.plans, request.evidence.spread)
-        ],
+        "spread": spread,
+        "tied": [1 + plans.index(plan) for plan in tied(plans, spread)],
         "global_batch": request.global_batch,
         "seq_len": length,
         "tokens_per_step": request.tokens,
-        "assumptions": {
-            **asdict(cluster.assumptions),
-            "precision": request.precision,
-            "text": text,
-        },
+        "assumptions": asdict(cluster.assumptions) | own,
         "search": {
             "layouts": result.examined,
             "fitting": result.fitting,
-            "simulated": _simulated(result),
+            "simulated": sum(plan.time.exact for plan in plans),
         },
         "plans": [
-            _plan_json(request, rank, plan, winner)
-            for rank, plan in enumerate(result.plans, start=1)
+            {"rank": rank, **_plan_json(request, plan, plans[0])}
+            for rank, plan in enumerate(plans, start=1)
         ],
-        "meshes": [
-            {name: _settings_json(candidate.layout)[name] for name in MESH_SETTINGS}
-            | {"seconds": candidate.seconds, "memory_bytes": candidate.nbytes}
-            for candidate in result.meshes[:SHOWN_MESHES]
-        ],
+        "meshes": [_mesh_json(candidate) for candidate in result.meshes[:SHOWN_MESHES]],
     }
 
 
 def _settings_json(layout: Layout) -> dict[str, Any]:
     """Return a layout's settings by the names of the command line."""
-    settings = {
-        name: value for name, value in vars(layout).items() if name not in ("zero", "precision")
-    }
+    settings = vars(layout) | {"zero_stage": layout.zero}
+    for name in ("zero", "precision"):
+        del settings[name]
     if layout.cp == 1:
         settings |= {"context_parallel": None, "cp_order": None}
-    return settings | {
+    if layout.pp == 1:
+        settings["schedule"] = None
+    return settings
+
+
+def _mesh_json(candidate: Candidate) -> dict[str, Any]:
+    layout = candidate.layout
+    return {
+        "dp": layout.dp,
+        "cp": layout.cp,
+        "ep": layout.ep,
+        "tp": layout.tp,
+        "pp": layout.pp,
         "zero_stage": layout.zero,
-        "schedule": layout.schedule if layout.pp > 1 else None,
+        "recompute": layout.recompute,
+        "seconds": candidate.seconds,
+        "memory_bytes": candidate.nbytes,
     }
 
 
-def _simulated(result: SearchResult) -> int:
-    return sum(plan.time.exact for plan in result.plans)
-
-
-def _plan_json(request: Request, rank: int, plan: Plan, winner: Plan) -> dict[str, Any]:
+def _plan_json(request: Request, plan: Plan, winner: Plan) -> dict[str, Any]:
     seconds = asdict(plan.time)
+    total = plan.time.total
+    spread = request.spread
     exact = seconds.pop("exact")
     return {
-        "rank": rank,
         **_settings_json(plan.layout),
         "memory_bytes": {**asdict(plan.memory), "total": plan.memory.total},
-        "seconds": {**seconds, "total": plan.time.total},
-        "seconds_from_to": [
-            (1 + sign * request.evidence.spread) * plan.time.total for sign in (-1, 1)
-        ],
+        "seconds": {**seconds, "total": total},
+        "seconds_from_to": [(1 - spread) * total, (1 + spread) * total],
         "simulated": exact,
         "communication_bytes": {axis: float(nbytes) for axis, nbytes in vars(plan.volume).items()},
         "mfu": plan.mfu,
         "mfu_counted": counted_mfu(request, plan),
         "hfu": plan.hfu,
         "tflops_per_gpu": plan.tflops,
-        "tokens_per_second": request.tokens / plan.time.total,
+        "tokens_per_second": request.tokens / total,
         "why": "the fastest" if plan is winner else why(winner, plan),
     }
 
 
 def counted_mfu(request: Request, plan: Plan) -> dict[str, float]:
     """Return a plan's utilization by each convention of `ModelShape.counted_flops`."""
-    cluster = request.cluster
-    counted = request.model.counted_flops(request.length, plan.layout.recompute)
+    gpus = request.cluster.gpus
+    peak = request.cluster.gpu.peak
     shares = {}
-    for name, flops in counted.items():
-        shares[name] = utilization(
-            request.global_batch * flops, plan.time.total, cluster.gpus, cluster.gpu.peak
-        )
+    for name, flops in request.model.counted_flops(request.length, plan.layout.recompute).items():
+        operations = request.global_batch * flops
+        shares[name] = utilization(operations, plan.time.total, gpus, peak)
     return shares
+
+
+# ---- text ----------------------------------------------------------------------------------------
 
 
 def as_text(request: Request, result: SearchResult) -> str:
     """Return tables of the plans, the assumptions above them, and below them why the slower plans
     are slower.
     """
-    model, cluster, plans = request.model, request.cluster, result.plans
+    model = request.model
+    cluster = request.cluster
+    plans = result.plans
     memory = unit_of([plan.memory.total for plan in plans], BYTE_UNITS)
     time = unit_of([plan.time.total for plan in plans], TIME_UNITS)
     sent = unit_of([nbytes for plan in plans for nbytes in vars(plan.volume).values()], BYTE_UNITS)
-    active, experts = "", ""
+    active = ""
+    experts = ""
     if model.experts is not None:
         active = f", of which a token uses {model.active_parameters:,}"
         experts = f", {model.top_k} of {model.experts} experts"
-    spread = request.evidence.spread
-    rows = [
-        [*_times(plan, spread, TIME_UNITS[time]), *_sent(plan, BYTE_UNITS[sent])] for plan in plans
-    ]
+    spread = request.spread
+    mfu = {name: _percent(share) for name, share in counted_mfu(request, plans[0]).items()}
     lines = [
         f"{request.name}: {model.parameters:,} parameters{active}, {model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads{experts}",
@@ -163,32 +165,27 @@ def as_text(request: Request, result: SearchResult) -> str:
         f"{result.examined:,} layouts, {result.fitting:,} fit, on {len(result.meshes)} meshes. The fastest layout of "
         f"each of the best {len(plans)} meshes (microbatch: the samples in one x how many each replica runs):",
         "",
-        *_numbered(request, SETTINGS, [_settings(plan) for plan in plans]),
+        *_numbered(request, [_settings(plan.layout) for plan in plans]),
         "",
         f"Memory of the fullest rank, {memory}:",
-        *_numbered(request, MEMORY, [_memory(plan, BYTE_UNITS[memory]) for plan in plans]),
+        *_numbered(request, [_memory(plan, BYTE_UNITS[memory]) for plan in plans]),
         "",
         f"Time of a step, {time} (communication is what nothing hides), and what one rank sends in it (TFLOP/s and HFU "
         "count what is recomputed, MFU does not):",
-        *_numbered(request, [*SECONDS, *(f"{sent} {axis}" for axis in AXES)], rows),
+        *_numbered(
+            request, [_times(plan, spread, TIME_UNITS[time]) | _sent(plan, sent) for plan in plans]
+        ),
         "",
         "MFU of 1. as others count it (N: the parameters that a token uses):",
-        *_counted_table(request, plans[0]),
+        *table(list(mfu), [list(mfu.values())]),
         "",
-        _ties(plans, request.evidence.spread),
+        _ties(plans, spread),
     ]
-    lines += [
-        f"{rank}. {why(plans[0], plan)}" for rank, plan in enumerate(plans, start=1) if rank > 1
-    ]
-    if _simulated(result) < len(plans):
+    for rank, plan in enumerate(plans[1:], start=2):
+        lines.append(f"{rank}. {why(plans[0], plan)}")
+    if not all(plan.time.exact for plan in plans):
         lines.append("(~: too long to simulate; the schedule's closed form)")
-    lines += ["", *_command(request, plans[0])]
-    return "\n".join(lines)
-
-
-def _counted_table(request: Request, plan: Plan) -> list[str]:
-    counted = counted_mfu(request, plan)
-    return table(list(counted), [[_percent(share) for share in counted.values()]])
+    return "\n".join([*lines, "", *_command(request, plans[0])])
 
 
 def _command(request: Request, plan: Plan) -> list[str]:
@@ -199,10 +196,8 @@ def _command(request: Request, plan: Plan) -> list[str]:
         command = train_command(request.name, request.model, plan.layout, request.length)
     except UsageError as error:
         return [f"minipar.train cannot run 1.: {error}"]
-    return [
-        "The flags of 1. for minipar.train, which runs it on so many ranks of this machine:",
-        f"  {command}",
-    ]
+    what = "The flags of 1. for minipar.train, which runs it on so many ranks of this machine:"
+    return [what, f"  {command}"]
 
 
 def unit_of(values: Sequence[float], units: Mapping[str, float]) -> str:
@@ -214,23 +209,48 @@ def unit_of(values: Sequence[float], units: Mapping[str, float]) -> str:
     return fitting[0] if fitting else list(units)[-1]
 
 
-def _settings(plan: Plan) -> list[str]:
-    layout = plan.layout
+def _settings(layout: Layout) -> Row:
     virtual = f" v={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
-    return [
-        str(layout.dp),
-        f"{layout.cp} {layout.context_parallel}" if layout.cp > 1 else "1",
-        *(str(size) for size in (layout.ep, layout.tp, layout.pp)),
-        f"{layout.zero}" + (f" x{layout.zero_replicas}" if layout.zero_replicas > 1 else ""),
-        f"{layout.microbatch} x {layout.microbatches}",
-        layout.schedule + virtual if layout.pp > 1 else "-",
-        layout.recompute,
-        "yes" if layout.sequence_parallel else "-",
-    ]
+    replicas = f" x{layout.zero_replicas}" if layout.zero_replicas > 1 else ""
+    return {
+        "dp": f"{layout.dp}",
+        "cp": f"{layout.cp} {layout.context_parallel}" if layout.cp > 1 else "1",
+        "ep": f"{layout.ep}",
+        "tp": f"{layout.tp}",
+        "pp": f"{layout.pp}",
+        "ZeRO": f"{layout.zero}{replicas}",
+        "microbatch": f"{layout.microbatch} x {layout.microbatches}",
+        "schedule": f"{layout.schedule}{virtual}" if layout.pp > 1 else "-",
+        "recompute": layout.recompute,
+        "SP": "yes" if layout.sequence_parallel else "-",
+    }
 
 
-def _memory(plan: Plan, unit: float) -> list[str]:
-    return [f"{nbytes / unit:.1f}" for nbytes in (*asdict(plan.memory).values(), plan.memory.total)]
+def _memory(plan: Plan, unit: float) -> Row:
+    held = asdict(plan.memory) | {"total": plan.memory.total}
+    return {name: f"{nbytes / unit:.1f}" for name, nbytes in held.items()}
+
+
+def _times(plan: Plan, spread: float, unit: float) -> Row:
+    time = plan.time
+    total = plan.time.total / unit
+    row = {part: f"{getattr(time, part) / unit:.3f}" for part in PARTS}
+    row["update"] = row.pop("optimizer")
+    return row | {
+        "total": f"{'' if time.exact else '~'}{total:.4g} +-{spread * total:.2g}",
+        "TFLOP/s/GPU": f"{plan.tflops:.0f}" if plan.tflops >= 10 else f"{plan.tflops:.2g}",
+        "HFU": _percent(plan.hfu),
+        "MFU": _percent(plan.mfu),
+    }
+
+
+def _sent(plan: Plan, name: str) -> Row:
+    sent = {axis: float(getattr(plan.volume, axis)) for axis in ("tp", "cp", "ep", "pp", "dp")}
+    return {f"{name} {axis}": f"{nbytes / BYTE_UNITS[name]:.1f}" for axis, nbytes in sent.items()}
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.01 else f"{share:.2%}"
 
 
 def _ties(plans: Sequence[Plan], spread: float) -> str:
@@ -241,36 +261,15 @@ def _ties(plans: Sequence[Plan], spread: float) -> str:
     return f"Tied, within {spread:.0%} of the fastest, the simplest (no pipeline, fewer axes) first: {numbers}"
 
 
-def _times(plan: Plan, spread: float, unit: float) -> list[str]:
-    time = plan.time
-    parts = (time.compute, time.tp, time.cp, time.ep, time.pp, time.dp, time.bubble, time.optimizer)
-    total = time.total / unit
-    return [
-        *(f"{part / unit:.3f}" for part in parts),
-        f"{'' if time.exact else '~'}{total:.4g} +-{spread * total:.2g}",
-        f"{plan.tflops:.0f}" if plan.tflops >= 10 else f"{plan.tflops:.2g}",
-        _percent(plan.hfu),
-        _percent(plan.mfu),
-    ]
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.01 else f"{share:.2%}"
-
-
-def _sent(plan: Plan, unit: float) -> list[str]:
-    return [f"{float(getattr(plan.volume, axis)) / unit:.1f}" for axis in AXES]
-
-
-def _numbered(request: Request, names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _numbered(request: Request, rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table of the plans, without cp's and ep's columns where the search has
     none.
     """
     tries = {"cp": request.tries_cp, "ep": request.tries_ep}
-    hidden = [axis for axis in tries if not tries[axis]]
-    shown = [i for i, name in enumerate(names) if name.split()[-1] not in hidden]  # also "GB cp"
-    numbered = [[f"{rank}.", *(row[i] for i in shown)] for rank, row in enumerate(rows, start=1)]
-    return table(["", *(names[i] for i in shown)], numbered)
+    # The last word of a name is the axis: also of "GB cp".
+    shown = [name for name in rows[0] if tries.get(name.split()[-1], True)]
+    numbered = [[f"{n}.", *(row[name] for name in shown)] for n, row in enumerate(rows, start=1)]
+    return table(["", *shown], numbered)
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,14 +1,10 @@
 """A user's question to the planner, and the assumptions of its answer in sentences."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from minipar.plan.cluster import Cluster
 from minipar.plan.layout import PRECISIONS
-from minipar.plan.model import MOST, ModelShape
-from minipar.plan.programs import Evidence
-from minipar.plan.space import SearchSpace
+from minipar.plan.model import MOST
+from minipar.plan.space import Question
 
 CONTEXT = (
     "cp: the ring's messages hide behind the products of its steps, but for the last one; gathers and all-to-alls are "
@@ -21,20 +17,16 @@ EXPERTS = (
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Question):
     """The question that a user asked; `name`, `gpu` and `program` are the names as the user wrote
     them.
     """
 
     name: str
-    model: ModelShape
     gpu: str
     program: str
-    evidence: Evidence
-    cluster: Cluster
-    global_batch: int
-    length: int
-    space: SearchSpace
+    spread: float
+    evidence: str
 
     @property
     def precision(self) -> str:
@@ -57,12 +49,12 @@ class Request:
 
 def assumptions(request: Request) -> list[str]:
     """Return the assumptions of the predictions in sentences."""
-    a, gpu, widths = request.cluster.assumptions, request.cluster.gpu, request.space.precision
+    a = request.cluster.assumptions
+    gpu = request.cluster.gpu
+    widths = request.space.precision
     framework = request.cluster.framework
-    products, attention = (
-        request.cluster.product_rate / gpu.peak,
-        request.cluster.attention_rate / gpu.peak,
-    )
+    products = request.cluster.product_rate / gpu.peak
+    attention = request.cluster.attention_rate / gpu.peak
     copy = f" + {framework.gradient_copy:g}" if framework.gradient_copy else ""
     hidden = (
         "backward's hide behind weight gradients (not in zb schedules)"
@@ -108,6 +100,6 @@ def assumptions(request: Request) -> list[str]:
         f"dp: gradients {reduced}, stage 3's gathers hide behind all computation, {updated}and take "
         f"{a.contention:.0%} of the hidden time from it; from stage 2 on gradients travel {often}",
         *(host if a.host_layer else []),
-        request.evidence.text,
+        request.evidence,
         "attention counts all pairs of tokens; data loading, checkpoints, stragglers, failures: not counted",
     ]

@@ -1,7 +1,5 @@
 """The search: every layout of a model on a cluster, those that fit, and the fastest."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import islice
 
@@ -12,14 +10,13 @@ from minipar.plan.layout import Layout, check_layout
 from minipar.plan.model import ModelShape, utilization
 from minipar.plan.pipeline_time import simulated_actions
 from minipar.plan.rank_bytes import Memory, Volume, memory, volume
-from minipar.plan.space import EVERYTHING, SearchSpace, layouts
+from minipar.plan.space import EVERYTHING, Question, SearchSpace
 from minipar.plan.step_time import StepTime, step_time
 
 TOP = 5  # plans that are simulated and shown
 MOST_LAYOUTS = 20_000  # a search through as many takes some ten seconds
-MOST_SIMULATED = (
-    150_000  # actions in a search, some ten seconds too; plans after them keep their closed form
-)
+# Actions in a search, some ten seconds too; plans after them keep their closed form.
+MOST_SIMULATED = 150_000
 
 
 @dataclass(frozen=True)
@@ -78,13 +75,14 @@ def plan(
     UsageError if no layout divides, or none fits; it says how much memory the smallest needs and
     what would fit. Also if there are more than MOST_LAYOUTS.
     """
-    best: dict[tuple[int, ...], Candidate] = {}
-    examined = list(islice(layouts(model, cluster, global_batch, space, length), MOST_LAYOUTS + 1))
+    question = Question(model, cluster, global_batch, length, space)
+    examined = list(islice(question.layouts(), MOST_LAYOUTS + 1))
     if len(examined) > MOST_LAYOUTS:
         raise UsageError(
             f"more than {MOST_LAYOUTS} layouts: narrow the search, with --tp, --cp, --pp, --dp, --ep, --microbatch, "
             "--zero-stage, --schedule, --recompute or --sequence-parallel"
         )
+    best: dict[tuple[int, ...], Candidate] = {}
     fitting = 0
     for layout in examined:
         nbytes = memory(model, layout, length, cluster.framework).total
@@ -95,15 +93,16 @@ def plan(
         if layout.axes not in best or seconds < best[layout.axes].seconds:
             best[layout.axes] = Candidate(seconds=seconds, nbytes=nbytes, layout=layout)
     if not best:
-        raise UsageError(nothing_fits(model, cluster, global_batch, length, space))
+        raise UsageError(nothing_fits(question))
     candidates = sorted(best.values(), key=lambda candidate: candidate.seconds)
     plans: list[Plan] = []
     actions = 0
-    for layout in (candidate.layout for candidate in candidates[:top]):
-        plans.append(
-            judge(model, layout, cluster, global_batch, length, exact=actions <= MOST_SIMULATED)
-        )
-        actions += simulated_actions(layout) if plans[-1].time.exact else 0
+    for candidate in candidates[:top]:
+        layout = candidate.layout
+        simulates = actions <= MOST_SIMULATED
+        plans.append(judge(model, layout, cluster, global_batch, length, exact=simulates))
+        if plans[-1].time.exact:
+            actions += simulated_actions(layout)
     plans.sort(key=lambda plan: plan.time.total)
     return SearchResult(plans=plans, examined=len(examined), fitting=fitting, meshes=candidates)
 

@@ -1,14 +1,12 @@
 """The layouts that a search tries: what the user has fixed, and every other choice that divides."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import isqrt
 
 from minipar.parallel.context import METHODS
-from minipar.parallel.memory import Precision
+from minipar.parallel.memory import STAGES, Precision
 from minipar.parallel.token_order import check_length
 from minipar.plan.cluster import Cluster
 from minipar.plan.layout import PRECISIONS, Layout, check_experts
@@ -20,28 +18,33 @@ SEARCHED = ("1f1b", "interleaved-1f1b", "zb-h1")
 LEAST_TOKENS = 8192  # a rank has as many of a sequence, as in Llama 3 (2407.21783, table 4), unless the user gives cp
 
 
+Sizes = int | tuple[int, ...]  # one, or those to try
+
+
+def each(sizes: Sizes) -> list[int]:
+    """Return the sizes to try, smallest first."""
+    return [sizes] if isinstance(sizes, int) else sorted(set(sizes))
+
+
 @dataclass(frozen=True)
 class SearchSpace:
-    """The choices that the user has fixed; `None` leaves one to the planner.
-
-    `zero` is a stage, or those to try, and so are the sizes `cp` and `ep`.
-    """
+    """The choices that the user has fixed; `None` leaves one to the planner."""
 
     dp: int | None = None
     tp: int | None = None
     pp: int | None = None
-    zero: int | tuple[int, ...] | None = None
-    zero_replicas: tuple[int, ...] | None = None
+    zero: Sizes = STAGES
+    zero_replicas: Sizes = 1
     recompute: str | None = None
     schedule: str | None = None
     microbatch: int | None = None
     sequence_parallel: bool | None = None
     attention: str = "stored"
     precision: Precision = PRECISIONS["fp16"]
-    cp: int | tuple[int, ...] | None = None
+    cp: Sizes | None = None
     context_parallel: str | None = None
     cp_order: str = "zigzag"
-    ep: int | tuple[int, ...] | None = None
+    ep: Sizes | None = None
 
     def context_sizes(self, length: int) -> list[int]:
         """Return the sizes of cp to try for sequences of `length` tokens. UsageError if a given one
@@ -52,11 +55,9 @@ class SearchSpace:
         """
         if self.cp is None:
             parts = 2 if self.cp_order == "zigzag" else 1
-            return [
-                1,
-                *(c for c in range(2, length // LEAST_TOKENS + 1) if length % (parts * c) == 0),
-            ]
-        sizes = [self.cp] if isinstance(self.cp, int) else sorted(set(self.cp))
+            cut = range(2, length // LEAST_TOKENS + 1)
+            return [1, *(c for c in cut if length % (parts * c) == 0)]
+        sizes = each(self.cp)
         for c in sizes:
             if c > 1:
                 check_length(length, c, self.cp_order)
@@ -77,55 +78,64 @@ class SearchSpace:
         Only one that the user has fixed goes over hosts: `near` of the ranks share one.
         """
         if self.ep is None:
-            return [
-                ep
-                for ep in divisors(model.experts or 1)
-                if replicas % ep == 0 and ep <= max(1, near)
-            ]
-        sizes = [self.ep] if isinstance(self.ep, int) else sorted(set(self.ep))
+            sizes = [ep for ep in divisors(model.experts or 1) if ep <= max(1, near)]
+        else:
+            sizes = each(self.ep)
         for ep in sizes:
             check_experts(model, ep)
         return [ep for ep in sizes if replicas % ep == 0]
 
-    def zero_stages(self, replicas: int) -> list[int]:
-        """Return the ZeRO stages to try. With one replica there is nothing to shard."""
-        if replicas == 1:
-            return [0]
-        if self.zero is None:
-            return [0, 1, 2, 3]
-        return [self.zero] if isinstance(self.zero, int) else sorted(set(self.zero))
+    def shards(self, model: ModelShape, replicas: int, near: int) -> list[tuple[int, int, int]]:
+        """Return the (ep, ZeRO stage, replicas of ZeRO's shards) to try on the ranks of dp x cp.
 
-    def replicas(self, zero: int, dp: int, ep: int) -> list[int]:
-        """Return the numbers of replicas of ZeRO's shards to try: 1 unless the user asks for
-        others, and with ep.
+        With one rank there is nothing to shard. Shards have no replicas with ep.
         """
-        tried = sorted(set(self.zero_replicas or (1,)))
-        return [q for q in tried if q == 1 or (zero > 0 and ep == 1 and dp % q == 0)]
+        sizes = self.expert_sizes(model, replicas, near)
+        stages = each(self.zero) if replicas > 1 else [0]
+        return [
+            (ep, zero, q)
+            for ep, zero, q in product(sizes, stages, each(self.zero_replicas))
+            if q == 1 or (zero > 0 and ep == 1 and replicas % q == 0)
+        ]
 
-    def recomputations(self, schedule: str) -> list[str]:
+    def recomputations(self, schedule: str) -> Sequence[str]:
         """Return the kinds of recomputation to try.
 
         Full recomputation goes with a split backward only on request, since W needs what was
         recomputed for I.
         """
-        kinds = [kind for kind in RECOMPUTE if self.recompute in (None, kind)]
-        if schedule.startswith("zb") and self.recompute is None:
-            kinds.remove("full")
-        return kinds
+        if self.recompute is not None:
+            return [self.recompute]
+        return ["none", "selective"] if schedule.startswith("zb") else RECOMPUTE
 
     def sequence_choices(self, tp: int) -> list[bool]:
         """Return whether to try without and with sequence parallelism.
 
         It sends as much and holds less, but backward waits for more of it.
         """
-        return (
-            [choice for choice in (False, True) if self.sequence_parallel in (None, choice)]
-            if tp > 1
-            else [False]
-        )
+        if tp == 1:
+            return [False]
+        return [False, True] if self.sequence_parallel is None else [self.sequence_parallel]
 
 
 EVERYTHING = SearchSpace()  # nothing is fixed
+
+
+@dataclass(frozen=True)
+class Question:
+    """The question of a search: a model, a cluster, a batch of sequences of `length` tokens, and
+    the layouts to choose from.
+    """
+
+    model: ModelShape
+    cluster: Cluster
+    global_batch: int
+    length: int
+    space: SearchSpace
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield every layout of the search space."""
+        return layouts(self.model, self.cluster, self.global_batch, self.space, self.length)
 
 
 # ---- layouts -------------------------------------------------------------------------------------
@@ -147,22 +157,16 @@ def layouts(
     """Yield every layout of the search space, for sequences of `length` tokens: 0 for short ones,
     without cp.
     """
+    balanced = cluster.framework.balanced_stages
     for tp, cp, pp, dp in meshes(model, cluster, global_batch, space, length):
-        samples = global_batch // dp
-        for microbatch in microbatch_sizes(samples, space, cp):
-            m = samples // microbatch
-            for schedule, v in schedules(
-                model, pp, m, space.schedule, cluster.framework.balanced_stages
-            ):
-                sizes = space.expert_sizes(model, dp * cp, cluster.per_host // tp)
-                stages = product(sizes, space.zero_stages(dp * cp))
-                sharded = [
-                    (ep, zero, q) for ep, zero in stages for q in space.replicas(zero, dp * cp, ep)
-                ]
-                methods = space.context_methods(model, tp, cp)
-                choices = sharded, space.recomputations(schedule), space.sequence_choices(tp)
-                for (ep, zero, replicas), recompute, sequence_parallel, method in product(
-                    *choices, methods
+        shards = space.shards(model, dp * cp, cluster.per_host // tp)
+        methods = space.context_methods(model, tp, cp)
+        for microbatch in microbatch_sizes(global_batch // dp, space, cp):
+            m = global_batch // dp // microbatch
+            for schedule, v in schedules(model, pp, m, space.schedule, balanced):
+                choices = space.recomputations(schedule), space.sequence_choices(tp), methods
+                for (ep, zero, q), recompute, sequence_parallel, method in product(
+                    shards, *choices
                 ):
                     layout = Layout(
                         dp=dp,
@@ -171,7 +175,7 @@ def layouts(
                         microbatch=microbatch,
                         microbatches=m,
                         zero=zero,
-                        zero_replicas=replicas,
+                        zero_replicas=q,
                         schedule=schedule,
                         virtual_stages=v,
                         sequence_parallel=sequence_parallel,

@@ -2,8 +2,6 @@
 dp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -59,7 +57,10 @@ class Stages:
 
     def __init__(self, model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> None:
         self.layout = layout
-        self.units = unit_times(model, layout, cluster, length)
+        # The units of a microbatch depend on the schedule only in whether it splits backward.
+        schedule = "zb-h1" if layout.splits_backward else "1f1b"
+        alike = replace(layout, virtual_stages=1, schedule=schedule)
+        self.units = unit_times(model, alike, cluster, length)
         self.layers = layers_of_stages(model, layout, cluster.framework.balanced_stages, length)
         self.last = len(self.layers) - 1
         self.ranks: list[list[int]] = [[] for _ in range(layout.pp)]
@@ -81,22 +82,17 @@ class Stages:
             units.append(self.units.head)
         return units
 
+    def units_on(self, stages: Sequence[int]) -> list[UnitTime]:
+        """Return the units of a rank's stages."""
+        return [unit for s in stages for unit in self.units_of(s)]
+
     def busiest_rank(self) -> list[int]:
         """Return the stages of the pipeline rank that computes most."""
-        ends = dict.fromkeys(range(self.last + 1), 0.0)
-        ends[0] += self.units.embedding.seconds
-        ends[self.last] += self.units.head.seconds
-        layer = self.units.layer.seconds
-        return max(
-            self.ranks, key=lambda stages: sum(self.layers[s] * layer + ends[s] for s in stages)
-        )
+        return max(self.ranks, key=lambda rank: sum(unit.seconds for unit in self.units_on(rank)))
 
     def forward_passes(self, units: Sequence[UnitTime]) -> list[UnitPass]:
         """Return the forward passes of these units."""
-        return [
-            UnitPass(seconds=unit.forward, gather=unit.gather if self.gathers else 0.0)
-            for unit in units
-        ]
+        return [UnitPass(seconds=unit.forward, gather=unit.gather) for unit in units]
 
     def backward_passes(self, units: Sequence[UnitTime], reduces: bool = False) -> list[UnitPass]:
         """Return the backward passes of these units, last unit first; with `reduces` they send
@@ -108,48 +104,39 @@ class Stages:
         """
         passes = []
         for unit in reversed(units):
-            seconds = unit.backward_weight + (
-                0.0 if self.layout.splits_backward else unit.backward_input
-            )
-            reads = self.gathers and not self.layout.splits_backward and unit is self.units.layer
-            passes.append(
-                UnitPass(
-                    seconds=seconds + (unit.partial if reduces else 0.0),
-                    gather=unit.gather if reads else 0.0,
-                    reduce=unit.reduce if reduces else 0.0,
-                    across=unit.across if reduces else 0.0,
-                )
-            )
-        if not self.hides_reductions:
-            together = {
-                name: sum(getattr(one, name) for one in passes) for name in ("reduce", "across")
-            }
-            earlier = [replace(one, reduce=0.0, across=0.0) for one in passes[:-1]]
-            passes = [*earlier, replace(passes[-1], **together)]
+            one = UnitPass(seconds=unit.backward_weight)
+            if not self.layout.splits_backward:
+                gather = unit.gather if unit is self.units.layer else 0.0
+                one = UnitPass(seconds=unit.backward_weight + unit.backward_input, gather=gather)
+            if reduces:
+                seconds = one.seconds + unit.partial
+                one = replace(one, seconds=seconds, reduce=unit.reduce, across=unit.across)
+            passes.append(one)
+        if self.hides_reductions:
+            return passes
+        reduce = sum(one.reduce for one in passes)
+        across = sum(one.across for one in passes)
+        passes = [replace(one, reduce=0.0, across=0.0) for one in passes]
+        passes[-1] = replace(passes[-1], reduce=reduce, across=across)
         return passes
 
     def stage_time(self, units: Sequence[UnitTime], messages: int = 1) -> StageTime:
         """Return F, I and W of these units in a pipeline, waiting for parameters and messages each
         way included.
         """
+        forward = sum(unit.forward for unit in units)
+        inputs = sum(unit.backward_input for unit in units)
         weights = sum(unit.backward_weight for unit in units)
-        if not self.gathers:
-            forward = sum(unit.forward for unit in units)
-            inputs = sum(unit.backward_input for unit in units)
-        else:
+        if self.gathers:
             forward, _ = overlapped(self.forward_passes(units))
-            if self.layout.splits_backward:
-                passes = [
-                    UnitPass(seconds=unit.backward_input, gather=unit.gather)
-                    for unit in reversed(units)
-                ]
-                inputs, _ = overlapped(passes)
-            else:
-                inputs = overlapped(self.backward_passes(units))[0] - weights
-        if (
-            self.reduces_each_microbatch
-        ):  # reductions continue during the next action, but do not pile up
-            sent = sum(unit.reduce + (unit.gather if self.gathers else 0.0) for unit in units)
+            inputs = overlapped(self.backward_passes(units))[0] - weights
+        if self.gathers and self.layout.splits_backward:
+            backward = reversed(units)
+            passes = [UnitPass(unit.backward_input, gather=unit.gather) for unit in backward]
+            inputs, _ = overlapped(passes)
+        if self.reduces_each_microbatch:
+            # Reductions continue during the next action, but do not pile up.
+            sent = sum(unit.reduce + unit.gather for unit in units)
             sent = max(sent, sum(unit.across for unit in units))
             inputs = max(inputs, sent - weights)
         wait = messages * self.hop_wait
@@ -165,21 +152,17 @@ class Stages:
         """
         *forward, head_forward = self.forward_passes(self.units_of(0))
         head_backward, *backward = self.backward_passes(self.units_of(0), reduces)
-        head = UnitPass(
-            seconds=head_forward.seconds + head_backward.seconds,
-            gather=head_forward.gather,
-            reduce=head_backward.reduce,
-            across=head_backward.across,
-        )
+        seconds = head_forward.seconds + head_backward.seconds
+        head = replace(head_backward, seconds=seconds, gather=head_forward.gather)
         return [*forward, head, *backward]
 
     def without_pipeline(self) -> float:
         """Return the seconds without a pipeline until all gradients are reduced."""
         m = self.layout.microbatches
-        earlier, last = self.one_microbatch(reduces=False), self.one_microbatch(reduces=True)
-        if (
-            not self.gathers and not self.reduces_each_microbatch
-        ):  # only the last microbatch communicates
+        earlier = self.one_microbatch(reduces=False)
+        last = self.one_microbatch(reduces=True)
+        if not self.gathers and not self.reduces_each_microbatch:
+            # Only the last microbatch communicates.
             start = (m - 1) * sum(unit.seconds for unit in earlier)
             return max(overlapped(last, start, few_gradients=self.few_gradients))
         now = stream = 0.0
@@ -236,30 +219,15 @@ class Stages:
         """Return the seconds of all collectives over dp in a step of a rank, except for the gather
         after the update.
         """
-        m, units = self.layout.microbatches, [unit for s in stages for unit in self.units_of(s)]
-        seconds = sum(unit.reduce + unit.across for unit in units) * (
-            m if self.reduces_each_microbatch else 1
-        )
-        if self.gathers:
-            seconds += (
-                sum(unit.gather * (2 if unit is self.units.layer else 1) for unit in units) * m
-            )
-        return seconds
+        m = self.layout.microbatches
+        units = self.units_on(stages)
+        reductions = m if self.reduces_each_microbatch else 1
+        reduced = sum(unit.reduce + unit.across for unit in units) * reductions
+        gathers = sum(unit.gather * (2 if unit is self.units.layer else 1) for unit in units)
+        return reduced + gathers * m
 
     def refresh_seconds(self) -> float:
         """Return the seconds of the gather of updated parameters (ZeRO stages 1 and 2), on the rank
         with most.
         """
-        if self.layout.zero not in (1, 2):
-            return 0.0
-        ranks = []
-        for stages in self.ranks:
-            units = [unit for s in stages for unit in self.units_of(s)]
-            ranks.append(
-                sum(
-                    unit.gather
-                    for unit in units
-                    if self.layout.pp > 1 or unit is not self.units.head
-                )
-            )
-        return max(ranks)
+        return max(sum(unit.refresh for unit in self.units_on(rank)) for rank in self.ranks)

@@ -6,8 +6,6 @@ A stage is a sequence of units (compute.py, stages.py). The schedule's simulator
 the rest after its last backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,7 +60,8 @@ def step_time(
     With `exact` the pipeline is simulated if its schedule is not too long for that. Otherwise its
     time is the closed form's: a search compares thousands of layouts.
     """
-    stages, tied = Stages(model, layout, cluster, length), tied_seconds(model, layout, cluster)
+    stages = Stages(model, layout, cluster, length)
+    tied = tied_seconds(model, layout, cluster)
     busiest = stages.busiest_rank()
     passes = _passes(stages, busiest, tied, exact)
 
@@ -70,7 +69,8 @@ def step_time(
     refresh = stages.refresh_seconds()
     if cluster.framework.gathers_ahead:
         ahead = min(refresh, stages.stage_time(stages.units_of(0)).forward)
-        refresh, hidden = refresh - ahead, hidden + ahead
+        refresh -= ahead
+        hidden += ahead
     dp = passes.dp + (refresh + cluster.assumptions.contention * hidden)
 
     pp = passes.pp + tied
@@ -100,8 +100,11 @@ def _passes(stages: Stages, busiest: Sequence[int], tied: float, exact: bool) ->
     Divide what the makespan has more than computation, tp, cp and ep: messages first, gathers over
     dp, then the bubble. A part is 0 where rounding, or a closed form, leaves less than that.
     """
-    m, units = stages.layout.microbatches, [unit for s in busiest for unit in stages.units_of(s)]
-    tp, cp, ep = (m * sum(getattr(unit, axis) for unit in units) for axis in ("tp", "cp", "ep"))
+    m = stages.layout.microbatches
+    units = stages.units_on(busiest)
+    tp = m * sum(unit.tp for unit in units)
+    cp = m * sum(unit.cp for unit in units)
+    ep = m * sum(unit.ep for unit in units)
     compute = m * sum(unit.seconds for unit in units) - tp - cp - ep
     parts = partial(StepTime, compute=compute, tp=tp, cp=cp, ep=ep, optimizer=0.0)
     if stages.layout.pp == 1:
@@ -117,9 +120,11 @@ def _passes(stages: Stages, busiest: Sequence[int], tied: float, exact: bool) ->
     pipeline = stages.simulated() if exact else None
     if pipeline is None:
         exposed = [stages.units.layer] if stages.hides_reductions else units
-        makespan, late = stages.closed_form(), sum(unit.reduce + unit.across for unit in exposed)
+        makespan = stages.closed_form()
+        late = sum(unit.reduce + unit.across for unit in exposed)
     else:
-        makespan, late = pipeline.makespan, stages.late_reduction(pipeline, tied)
+        makespan = pipeline.makespan
+        late = stages.late_reduction(pipeline, tied)
     bubble = max(0.0, makespan - compute - tp - cp - ep - hops - gathers)
     return parts(pp=hops, dp=gathers + late, bubble=bubble, exact=pipeline is not None)
 

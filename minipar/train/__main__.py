@@ -57,7 +57,7 @@ def run_job(config: TrainConfig, comm: Communicator) -> int:
             progress.prepare_outputs(config, first_step)
         metrics = Metrics(run.metrics if comm.rank == 0 else None, first_step)
     flags = config.mesh
-    mesh = DeviceMesh(comm, dp=flags.dp, tp=flags.tp, pp=flags.pp, cp=flags.cp, ep=flags.ep)
+    mesh = DeviceMesh(comm, dp=flags.dp, tp=flags.tp, pp=flags.pp, cp=flags.cp, ep=flags.ep, etp=flags.etp)
     ledger = MemoryLedger()
     out = progress.progress_stream(config, comm.rank)
     with ledger.recording() if run.memory is not None else nullcontext():

@@ -31,20 +31,21 @@ class RouterBalance:
         for moe in self.moes:
             moe.load[:] = 0
             moe.dropped = 0
-            # Gradients of the router are summed over tp, so each of the t ranks adds a t-th.
-            count = len(self.moes) * self.tokens_per_step * self.mesh.tp.size
+            # Gradients of the router are summed over tp. The ranks of etp route the same tokens, so each
+            # of them adds its share.
+            count = len(self.moes) * self.tokens_per_step * self.mesh.etp.size
             moe.aux_loss = loss_scale * self.flags.aux_loss / count
 
     def finish_step(self) -> int | None:
         """Move each router's biases towards the mean load; return how much experts dropped.
 
-        The result is None without `--capacity-factor`. Sends L (E + 1) integers over dp x cp and
+        The result is None without `--capacity-factor`. Sends L (E + 1) integers over ep x edp and
         pp. The rule is algorithm 1 of arXiv 2408.15664.
         """
         if not self.counts_loads:
             return None
         counts = np.array([[*moe.load, moe.dropped] for moe in self.moes])  # (L, E + 1)
-        self.mesh.dp_cp.all_reduce(counts, algorithm="ordered")  # ranks with other tokens
+        self.mesh.ep_edp.all_reduce(counts, algorithm="ordered")  # ranks with other tokens
         self.mesh.pp.all_reduce(counts, algorithm="ordered")  # ranks with other layers
         self.loads = counts
         for moe, load in zip(self.moes, counts[:, :-1], strict=True):

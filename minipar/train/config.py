@@ -120,8 +120,13 @@ def check_mesh(config: TrainConfig) -> None:
         raise UsageError(f"--sync-every-microbatch keeps gradients sharded between microbatches, but {whole}")
     if mesh.sync_every_microbatch and mesh.pp > 1:
         raise UsageError("--sync-every-microbatch: a pipeline mixes microbatches; its gradients travel once per step")
-    if mesh.cp > 1 and config.model.capacity_factor is not None:
-        raise UsageError("--capacity-factor shares out the tokens of whole samples, of which --cp gives a rank a part")
+    if mesh.experts_apart and not mesh.sequence_parallel:
+        why = "each rank of tp routes its own tokens, which it has with --sequence-parallel"
+        raise UsageError(f"--etp {mesh.etp} with --tp {mesh.tp}: {why}; give that flag, too")
+    if config.model.capacity_factor is not None and (mesh.cp > 1 or mesh.experts_apart):
+        flag = "--cp" if mesh.cp > 1 else f"--etp {mesh.etp}"
+        why = f"the tokens of whole samples, of which {flag} gives a rank a part"
+        raise UsageError(f"--capacity-factor shares out {why}")
     if mesh.cp == 1 and {"mesh.context_parallel", "mesh.cp_order"} & config.given:
         raise UsageError("--context-parallel and --cp-order are about context parallelism; give --cp 2 or more")
 
@@ -220,9 +225,10 @@ def replicas_of(config: TrainConfig, world_size: int) -> int:
     dp = mesh_shape(world_size, "mpirun", mesh.dp, mesh.tp, mesh.pp, mesh.cp)["dp"]
     if dp % replicas:
         raise UsageError(f"dp/zero-replicas = {dp}/{replicas} is not a whole number")
-    if replicas > 1 and mesh.ep > 1:
-        why = "shards of experts have no replicas; give 1 replica or ep = 1"
-        raise UsageError(f"zero-replicas {replicas} with ep {mesh.ep}: {why}")
+    if replicas > 1 and (mesh.ep > 1 or mesh.experts_apart):
+        sizes = f"ep {mesh.ep}, etp {mesh.etp}" if mesh.experts_apart else f"ep {mesh.ep}"
+        why = "shards of experts have no replicas; give 1 replica, or ep = 1 and no etp"
+        raise UsageError(f"zero-replicas {replicas} with {sizes}: {why}")
     return dp
 
 
@@ -256,7 +262,7 @@ def check_split(config: TrainConfig) -> None:
     shape = shape_of(config.model)
     if mesh.cp > 1:
         token_order.check_length(length, mesh.cp, mesh.cp_order)
-    check_shape(shape, mesh.tp, length // mesh.cp if mesh.sequence_parallel else None)
+    check_shape(shape, mesh.tp, length // mesh.cp if mesh.sequence_parallel else None, mesh.etp)
     if mesh.context_parallel == "ulysses":
         kv_heads = max(1, shape.n_kv_head // mesh.tp)
         ulysses.check_heads(config.model.heads // mesh.tp, kv_heads, mesh.cp)

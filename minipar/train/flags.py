@@ -74,8 +74,11 @@ def add_mesh_flags(parser: UsageParser) -> None:
              "contiguous: the r-th part; documents: with --pack ID, zigzag in each document, the "
              f"default then (default: {MeshConfig.cp_order})")
     add("--ep", type=int, metavar="P",
-        help="with --model mixtral: neighbours among dp*cp that each hold 1/P of the experts "
-             f"(default: {MeshConfig.ep})")
+        help="with --model mixtral: neighbours that each hold 1/P of the experts, among dp*cp or, "
+             f"with --etp, dp*cp*T/Q (default: {MeshConfig.ep})")
+    add("--etp", type=int, metavar="Q",
+        help="with --model mixtral and --sequence-parallel: ranks of tp that share each expert; 1 "
+             "leaves experts whole (default: all T)")
     add("--pp", type=int, metavar="P",
         help=f"pipeline ranks, each with its own layers (default: {MeshConfig.pp})")
     add("--schedule", metavar="NAME",

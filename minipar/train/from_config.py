@@ -120,6 +120,7 @@ def step_layout(config: TrainConfig, shape: TransformerConfig | None = None) -> 
         dp=mesh.dp,
         cp=mesh.cp,
         ep=mesh.ep,
+        etp=mesh.etp,
         tp=mesh.tp,
         pp=mesh.pp,
         context_parallel=mesh.context_parallel,

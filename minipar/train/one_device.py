@@ -26,7 +26,9 @@ class OneDevice(Trainer):
     """
 
     def __init__(self, config: TrainConfig, tokens: Tokens, checkpoint: Checkpoint | None = None) -> None:
-        mesh = replace(config.mesh, cp=1, ep=1, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
+        mesh = replace(
+            config.mesh, cp=1, ep=1, tp=1, etp=None, sequence_parallel=False, zero_stage=0, memory_limit=None
+        )
         run = replace(config.run, reduce_dtype=config.run.gradients)  # what is summed below is not rounded again
         super().__init__(replace(config, mesh=mesh, run=run), DeviceMesh(serial()), tokens, checkpoint)
         self.layout = config.mesh  # the ranks' layout

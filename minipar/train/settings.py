@@ -52,7 +52,7 @@ INTERVALS = {
     "--seed": "[0, 1.8e19]",
     "--network": "[0, inf)",
 }
-_COUNTS = "--dp --tp --cp --ep --pp --virtual-stages --zero-replicas --layers --hidden --heads "
+_COUNTS = "--dp --tp --cp --ep --etp --pp --virtual-stages --zero-replicas --layers --hidden --heads "
 _COUNTS += "--seq-len --vocab-size --kv-heads --ffn --experts --top-k --global-batch "
 _COUNTS += "--microbatches --eval-every --steps --save-every"
 for _flag in _COUNTS.split():
@@ -78,6 +78,7 @@ NEEDS = {
     "--schedule": "--pp 2 or more",
     "--virtual-stages": "--pp 2 or more",
     "--sequence-parallel": "--tp 2 or more",
+    "--etp": "--tp 2 or more",
     "--zero-replicas": "--zero-stage 1, 2 or 3",
     "--eval-data": "--eval-every K",
     "--clock": "--trace FILE.json",
@@ -91,6 +92,7 @@ _LLAMA = (("llama", "mixtral"), "each head of GPT-2 has keys and values of its o
 _MIXTRAL = (("mixtral",), "a layer of other models has one MLP, no experts")
 FOR_MODELS = {
     "--ep": _MIXTRAL,
+    "--etp": _MIXTRAL,
     "--kv-heads": _LLAMA,
     "--ffn": _LLAMA,
     "--experts": _MIXTRAL,
@@ -125,6 +127,7 @@ class MeshConfig:
     context_parallel: str = "ring"
     cp_order: str = "zigzag"
     ep: int = 1
+    etp: int | None = None
     pp: int = 1
     schedule: str | None = None
     virtual_stages: int | None = None
@@ -133,6 +136,11 @@ class MeshConfig:
     zero_replicas: int = 1
     sync_every_microbatch: bool = False
     memory_limit: int | None = None
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether ranks of tp hold different experts, because etp is less than tp."""
+        return self.etp is not None and self.etp < self.tp
 
 
 @dataclass(frozen=True)

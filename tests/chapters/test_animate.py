@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from chapters.support import animate_schedules
-from chapters.support.animate import GALLERY, animate, record, states
+from chapters.support.animate import GALLERY, animate, place_of, record, states
 from chapters.support.ch05 import animate_units
 from chapters.support.ch11 import animate_ring
 from minipar.comm import messages, wire_bytes
@@ -39,10 +39,12 @@ def test_in_the_end_every_contribution_is_where_it_belongs(ranks):
 def test_a_message_is_drawn_between_its_ranks():
     figure, animation = animate("all_reduce", "recursive_doubling", "title", ranks=2)
     animation._func(2)  # on the way
-    moving = [patch for patch in figure.axes[0].patches if patch.get_zorder() == 4]
-    assert len(moving) == 2 * 2 and all(-1 < patch.get_y() < 0 for patch in moving)
-    animation._func(7)  # arrived
-    assert not [patch for patch in figure.axes[0].patches if patch.get_zorder() == 4]
+    moving = [patch for patch in figure.axes[0].patches if patch.get_zorder() >= 4]
+    ends = [place_of(rank, 0, 2)[1] for rank in range(2)]
+    assert len(moving) == 2 * 2 and all(ends[1] < patch.get_y() < ends[0] for patch in moving)
+    assert max(patch.get_x() for patch in moving[:2]) > max(patch.get_x() for patch in moving[2:])  # beside one another
+    animation._func(9)  # arrived
+    assert not [patch for patch in figure.axes[0].patches if patch.get_zorder() >= 4]
     assert "round 1 of 1" in figure.axes[0].get_title()
     animation._draw_was_started = True
     plt.close(figure)

@@ -1,5 +1,6 @@
 """The ranks of a notebook start once, however often the first cell runs, and end with the kernel, however it ends."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,13 +9,12 @@ from pathlib import Path
 import pytest
 from launcher import OPEN_MPI, ROOT
 
-jupytext = pytest.importorskip("jupytext")
 pytest.importorskip("ipyparallel")
 
-from IPython.core.error import UsageError  # noqa: E402
-from kernels import Kernel, wait_for  # noqa: E402
+from IPython.core.error import UsageError
+from kernels import Kernel, wait_for
 
-from chapters.support import notebook  # noqa: E402
+from chapters.support import notebook
 
 BIN = str(Path(sys.executable).parent)
 NOT_ACTIVATED = os.pathsep.join(path for path in os.environ["PATH"].split(os.pathsep) if path != BIN)
@@ -23,8 +23,8 @@ CHAPTERS = sorted((ROOT / "chapters").glob("[0-9]*.py"))
 
 def notebook_cells(chapter):
     """List the cells that are only in a chapter's notebook."""
-    cells = jupytext.read(chapter).cells
-    return [cell.source for cell in cells if "active-ipynb" in cell.metadata.get("tags", ())]
+    cells = json.loads(chapter.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if "active-ipynb" in cell["metadata"].get("tags", ())]
 
 
 FIRST_CELL = notebook_cells(CHAPTERS[0])[0]

@@ -1,6 +1,5 @@
 """Claims about reading the chapters: pictures come often, every section is marked, and the core path is short."""
 
-import nbformat
 import pytest
 from launcher import ROOT
 from reading import core_words, sections, stretches
@@ -11,8 +10,15 @@ MOST_WORDS = 25_000
 LONGEST_STRETCH = 150
 
 
+def v4():
+    """Return nbformat's module for notebooks of version 4. Its import takes seconds, which only these tests spend."""
+    from nbformat import v4
+
+    return v4
+
+
 def read(name):
-    return nbformat.read(NOTEBOOKS[name], as_version=4)
+    return v4().reads(NOTEBOOKS[name].read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -39,23 +45,23 @@ def test_the_readme_says_what_the_core_path_is():
 
 
 def markdown(text):
-    return nbformat.v4.new_markdown_cell(text)
+    return v4().new_markdown_cell(text)
 
 
 def code(*outputs):
-    return nbformat.v4.new_code_cell("x = 1\n" * 200, outputs=list(outputs))
+    return v4().new_code_cell("x = 1\n" * 200, outputs=list(outputs))
 
 
 def stream(lines):
-    return nbformat.v4.new_output("stream", name="stdout", text="a line\n\n" * lines)
+    return v4().new_output("stream", name="stdout", text="a line\n\n" * lines)
 
 
 def data(kind):
-    return nbformat.v4.new_output("display_data", data={kind: "aGk=", "text/plain": "a\n" * 200})
+    return v4().new_output("display_data", data={kind: "aGk=", "text/plain": "a\n" * 200})
 
 
 def notebook(*cells):
-    return nbformat.v4.new_notebook(cells=list(cells))
+    return v4().new_notebook(cells=list(cells))
 
 
 def test_text_and_outputs_count_up_to_a_picture():

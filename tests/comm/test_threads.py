@@ -2,6 +2,7 @@
 
 import contextvars
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -61,6 +62,26 @@ def test_a_send_nobody_receives_is_a_deadlock():
         run_local(2, lambda comm: comm.rank or comm.isend(np.zeros(1), 1).wait())
 
 
+class Owner:
+    """What messages name in errors."""
+
+    def title(self):
+        return "a test"
+
+
+def test_a_message_that_is_done_lets_go_of_its_array():
+    """Or the thread that has delivered it keeps the array alive after the array's rank has freed it."""
+    world, owner = ThreadWorld(2), Owner()
+    receiver, sender = (ThreadTransport(world, range(2), rank) for rank in range(2))
+    received, sent = np.zeros(3), np.ones(3)
+    requests = [receiver.irecv(received, 1, 0, owner), sender.isend(sent, 0, 0, owner)]
+    references = [weakref.ref(received), weakref.ref(sent)]
+    assert received.tolist() == [1, 1, 1]
+    del received, sent
+    assert [request.test() for request in requests] == [True, True]
+    assert [reference() for reference in references] == [None, None]
+
+
 class Asleep:
     """A condition that lets something happen in the middle of its wait."""
 
@@ -81,11 +102,6 @@ class Asleep:
 @pytest.mark.parametrize("messages", [0, 1, 2, 3])
 def test_a_rank_is_idle_until_the_first_of_its_messages(messages):
     """However many arrive before it wakes; or a deadlock would be seen where there is none, or never."""
-
-    class Owner:
-        def title(self):
-            return "a test"
-
     world, owner = ThreadWorld(2), Owner()
     receiver, sender = (ThreadTransport(world, range(2), rank) for rank in range(2))
     requests = [receiver.irecv(np.zeros(1), 1, tag, owner) for tag in range(3)]

@@ -247,7 +247,7 @@ def reference(config):
     are cut (but for whether they are: a pipeline's norm is summed part by part), and recompute.
     """
     mesh = dataclasses.replace(
-        config.mesh, dp=config.mesh.dp, cp=1, context_parallel="ring", cp_order="zigzag", tp=1, ep=1,
+        config.mesh, dp=config.mesh.dp, cp=1, context_parallel="ring", cp_order="zigzag", tp=1, ep=1, etp=None,
         pp=min(2, config.mesh.pp), schedule=None, zero_stage=0, sequence_parallel=False,
     )  # fmt: skip
     run = dataclasses.replace(config.run, recompute="none", reduction="ordered")
@@ -293,7 +293,7 @@ def check_config(comm, config, exact: bool = False, kind: type[Trainer] = Traine
     what they report and hold with one another, and what they sent in a step with the closed form.
     """
     mesh = config.mesh
-    trainer = kind(config, DeviceMesh(comm, mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep), TEXT)
+    trainer = kind(config, DeviceMesh(comm, mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep, mesh.etp), TEXT)
     states, reports, sent = run_steps(trainer)
     wrong = []
     expected = predicted_traffic(step_layout(config), comm.rank)

@@ -61,7 +61,7 @@ def open_checkpoint(config: TrainConfig, tokens: Tokens, comm) -> Checkpoint | N
 def trainer_for(config: TrainConfig, tokens: Tokens, comm=None, kind=Trainer) -> Trainer:
     """Make this rank's trainer, from the checkpoint of `--resume` if there is one."""
     comm = serial() if comm is None else comm
-    mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")})
+    mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep", "etp")})
     return kind(config, mesh, tokens, open_checkpoint(config, tokens, comm))
 
 

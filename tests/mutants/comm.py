@@ -171,6 +171,12 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/comm/mesh.py",
+        "parallel/test_expert_mesh.py",
+        ("mesh: etp is slowest", "stage.levels(stage.size // etp, ", "stage.levels(etp, "),
+        ("mesh: etp need not divide tp", "if etp < 1 or tp % etp:", "if False:"),
+    ),
+    *mistakes(
+        "minipar/comm/mesh.py",
         "comm/test_mesh.py",
         (
             "mesh: pp and dp exchanged",

@@ -62,7 +62,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/traffic.py",
         "parallel/test_expert.py",
-        ("traffic: experts are reduced over all of dp", "1 if p.ep is None else layout.ep\n", "1\n"),
+        ("traffic: experts are reduced over all of dp", "p.ep is not None] += p.dp.size", "False] += p.dp.size"),
     ),
     *mistakes(
         "minipar/parallel/expert.py",
@@ -78,6 +78,47 @@ MUTANTS = [
             "layout.samples * layout.model.num_local_experts",
             "layout.model.num_local_experts",
         ),
+    ),
+    *mistakes(
+        "minipar/parallel/layout.py",
+        "parallel/test_layout.py",
+        (
+            "layout: all ranks of tp route the same tokens",
+            "return (replica * self.tp + tp) // self.expert_tp",
+            "return replica",
+        ),
+    ),
+    *mistakes(
+        "minipar/parallel/traffic.py",
+        "parallel/test_expert_mesh.py",
+        ("traffic: recompute enters no experts again", "crossings = (forwards + 1) *", "crossings = 2 *"),
+        ("traffic: loads stay on a rank of tp", "crossed + load_bytes(layout, layout.tp, rank, pp)", "crossed"),
+        (
+            "traffic: experts are entered over tp",
+            "crossings, crossings, layout.expert_tp)",
+            "crossings, crossings, layout.tp)",
+        ),
+    ),
+    *mistakes(
+        "minipar/parallel/split_guards.py",
+        "parallel/test_expert_mesh.py",
+        ("guards: experts are shared among those that cut them", " or other == EXPERTS):", "):"),
+        ("guards: tokens that all of tp have are routed t times", "    if not sequence:\n", "    if False:\n"),
+        (
+            "guards: nobody shares the experts out",
+            'if "expert_parallel" not in dict(self.model.split_over):',
+            "if False:",
+        ),
+    ),
+    *mistakes(
+        "minipar/parallel/expert.py",
+        "parallel/test_expert_mesh.py",
+        (
+            "expert: one rank of ep has no groups",
+            "if comm.size == 1 and EXPERTS not in",
+            "if comm.size == 1 or EXPERTS not in",
+        ),
+        ("expert: a wrapper over ranks of tp", "is_one_of_tp and comm.size * len(tp)", "comm.size * len(tp)"),
     ),
     *mistakes(
         "minipar/parallel/step_guard.py",
@@ -201,7 +242,11 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/traffic.py",
         "parallel/test_traffic.py",
-        ("traffic: recompute sends nothing again", "2 if layout.recompute else 1", "1"),
+        (
+            "traffic: recompute sends nothing again",
+            "forwards = 2 if layout.recompute else 1\n    entered",
+            "forwards = 1\n    entered",
+        ),
         (
             "traffic: the norm's units without the two ends",
             "2 * (layout.model.n_layer + 2)",
@@ -234,8 +279,8 @@ MUTANTS = [
         "parallel/test_layout.py",
         (
             "traffic: neighbours hold the same experts",
-            "elif holder == shard % self.ep:",
-            "elif holder == shard // self.ep:",
+            "elif holder == own % self.ep:",
+            "elif holder == own // self.ep:",
         ),
         ("traffic: a pipeline rank numbers its own units", "unit=i, units=len(units)", "unit=0, units=len(units)"),
         (

@@ -57,7 +57,7 @@ MUTANTS = [
     *mistakes(
         "minipar/plan/rank_bytes.py",
         "plan/test_context.py",
-        ("bytes: recompute sends nothing over cp", 'moved *= 3 if layout.recompute == "full"', "moved *= 3 if False"),
+        ("bytes: recompute sends nothing over cp", "moved * (forwards + 1) + summed", "moved * 2 + summed"),
     ),
     *mistakes(
         "minipar/plan/compute.py",
@@ -77,17 +77,13 @@ MUTANTS = [
     *mistakes(
         "minipar/plan/rank_bytes.py",
         "plan/test_experts.py",
-        (
-            "bytes: ZeRO shards experts as all else",
-            "+ Fraction(experts, layout.expert_shards)",
-            "+ Fraction(experts, layout.shards)",
-        ),
+        ("bytes: ZeRO shards experts as all else", "(experts, layout.expert_shards)]", "(experts, layout.shards)]"),
         ("bytes: a token has one row", "rows = model.top_k * layout.tokens(length)", "rows = layout.tokens(length)"),
     ),
     *mistakes(
         "minipar/plan/space.py",
         "plan/test_experts.py",
-        ("search: ep leaves the host unasked", " and ep <= max(1, near)", ""),
+        ("search: ep leaves the host unasked", " if ep <= max(1, near)]", "]"),
     ),
     *mistakes(
         "minipar/plan/model.py",
@@ -118,8 +114,8 @@ MUTANTS = [
         "plan/test_rank_bytes.py",
         ("bytes: 1f1b keeps every microbatch", "return min(m, p)\n", "return m\n"),
         ("bytes: a recomputed layer's input is whole", "return tokens * h / slices", "return tokens * h"),
-        ("bytes: recompute sends nothing again", '12 if layout.recompute == "full" else 8', "8"),
-        ("bytes: stage 3 gathers once for all microbatches", "3: (2 * m, reductions)", "3: (2, reductions)"),
+        ("bytes: recompute sends nothing again", "ring(4 * (forwards + 1) * hidden, t)", "ring(8 * hidden, t)"),
+        ("bytes: stage 3 gathers once for all microbatches", "3: (2 * m, each)", "3: (2, each)"),
     ),
     *mistakes(
         "minipar/plan/search.py",
@@ -168,27 +164,35 @@ MUTANTS = [
     *mistakes(
         "minipar/plan/stages.py",
         "plan/test_megatron_2021.py",
-        ("step: gradients of 2021 are reduced during backward", "if not self.hides_reductions:", "if False:"),
+        ("step: gradients of 2021 are reduced during backward", "if self.hides_reductions:", "if True:"),
     ),
     *mistakes(
         "minipar/plan/layout.py",
         "plan/test_megatron_2021.py plan/test_published.py",
-        ("layout: DeepSpeed's rings pass every card", "MEGATRON, ring_per_card=False", "MEGATRON, ring_per_card=True"),
+        (
+            "layout: DeepSpeed's rings pass every card",
+            "DEEPSPEED_2021 = Framework(ring_per_card=False",
+            "DEEPSPEED_2021 = Framework(ring_per_card=True",
+        ),
         ("layout: Llama 3 keeps a gated product more", "inner=1, gated=2)", "inner=1, gated=3)"),
     ),
     *mistakes(
         "minipar/plan/report.py",
         "plan/test_report.py",
         ("report: the table counts from 0", "row in enumerate(rows, start=1)", "row in enumerate(rows)"),
-        ("report: reasons count from 0", "plan in enumerate(plans, start=1)", "plan in enumerate(plans)"),
-        ("report: JSON counts from 0", "enumerate(result.plans, start=1)", "enumerate(result.plans)"),
+        ("report: reasons count from 0", "plan in enumerate(plans[1:], start=2)", "plan in enumerate(plans[1:])"),
+        ("report: JSON counts from 0", "plan in enumerate(plans, start=1)", "plan in enumerate(plans)"),
         ("report: milliseconds are called seconds", "unit_of([plan.time.total for plan in plans], TIME_UNITS)", '"s"'),
     ),
     *mistakes(
         "minipar/plan/command.py",
         "plan/test_report.py",
-        ("command: samples of one microbatch", "layout.dp * layout.microbatch * layout", "layout.microbatch * layout"),
         ("command: fp16 sums in fp32", " --gradients fp16 --reduce-dtype fp16", ""),
+    ),
+    *mistakes(
+        "minipar/plan/layout.py",
+        "plan/test_report.py",
+        ("command: samples of one replica", "self.dp * self.microbatch * self", "self.microbatch * self"),
     ),
     *mistakes(
         "minipar/plan/model.py",

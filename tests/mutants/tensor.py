@@ -57,7 +57,7 @@ MUTANTS = [
             '"down_proj": Split(1, 1, RowLinear)',
             '"down_proj": Split(1, 1, RowLinear, crosses=False)',
         ),
-        ("tensor: the MLP's input gradients stay apart", "llama.Attention | llama.MLP | MoE", "llama.Attention | MoE"),
+        ("tensor: the MLP's input gradients stay apart", "llama.Attention | llama.MLP)", "llama.Attention)"),
         (
             "tensor: q, k and v sum their input's gradients one by one and together",
             '"q_proj": Split(0, 1, ColumnLinear, crosses=False)',
@@ -130,7 +130,7 @@ MUTANTS = [
         "minipar/parallel/tensor/plan.py",
         "parallel/tensor/test_mixtral.py",
         ("tensor: the router's gradient is a rank's part", "if sequence or layer == ROUTER", "if sequence"),
-        ("tensor: the experts' results stay apart", "module.leave = border.leave", "pass"),
+        ("tensor: the experts' results stay apart", "module.leave = border_of_experts.leave", "pass"),
         ("tensor: w3 is whole on every rank", '    "w3": Split(0, 1, ColumnLinear, crosses=False),\n', ""),
     ),
     *mistakes(
@@ -148,9 +148,22 @@ MUTANTS = [
         ),
     ),
     *mistakes(
+        "minipar/parallel/tensor/plan.py",
+        "parallel/test_expert_mesh.py",
+        ("tensor: each expert is cut over all of tp", 'if etp is not None and ".experts." in name:', "if False:"),
+        ("tensor: a rank of tp balances its own tokens", "moe.load_sums.append(partial(comm", "(partial(comm"),
+        ("tensor: experts have the ranks of all else", "placement.update(p, ep=0)", "pass"),
+        ("tensor: a forgotten expert_parallel passes", "p.owners.append(guard)", "pass"),
+        (
+            "tensor: experts are entered over tp",
+            "module.enter = border_of_experts.enter",
+            "module.enter = border.enter",
+        ),
+    ),
+    *mistakes(
         "minipar/parallel/context.py",
         "train/test_balance.py",
-        ("context: a rank balances its own tokens", "module.sum_loads = partial(comm", "partial(comm"),
+        ("context: a rank balances its own tokens", "module.load_sums.append(partial(comm", "(partial(comm"),
     ),
     *mistakes(
         "minipar/parallel/token_order.py",

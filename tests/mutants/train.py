@@ -36,12 +36,18 @@ MUTANTS = [
         "train/test_balance.py",
         (
             "trainer: every tp rank adds the auxiliary gradient",
-            "self.tokens_per_step * self.mesh.tp.size",
+            "self.tokens_per_step * self.mesh.etp.size",
             "self.tokens_per_step",
         ),
         ("trainer: a layer's auxiliary loss is not averaged", "len(self.moes) * self.tokens", "self.tokens"),
-        ("trainer: biases follow a replica's load", 'self.mesh.dp_cp.all_reduce(counts, algorithm="ordered")', "pass"),
+        ("trainer: biases follow a replica's load", 'self.mesh.ep_edp.all_reduce(counts, algorithm="ordered")', "pass"),
         ("trainer: biases leave the mean load", "load.sum() - load.size * load", "load.size * load - load.sum()"),
+    ),
+    *mistakes(
+        "minipar/train/balance.py",
+        "parallel/test_expert_mesh.py",
+        ("trainer: all ranks of tp route the same tokens", "self.mesh.etp.size", "self.mesh.tp.size"),
+        ("trainer: biases follow a rank of tp's tokens", "self.mesh.ep_edp.all_reduce", "self.mesh.dp_cp.all_reduce"),
     ),
     *mistakes(
         "minipar/train/trainer.py",

@@ -199,6 +199,7 @@ class Routed(Trainer):
         return run(xs, counts)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -206,6 +207,7 @@ class Routed(Trainer):
         "--dp 2 --cp 2 --ep 2 --global-batch 4 --zero-stage 3",
         "--dp 2 --tp 2 --pp 3 --ep 2 --global-batch 4 --microbatches 2 --sequence-parallel",
         "--dp 4 --ep 2 --global-batch 4 --recompute full --zero-stage 2",
+        "--dp 2 --tp 4 --etp 2 --ep 2 --global-batch 4 --sequence-parallel --clip-grad 0.5",
     ],
 )
 def test_a_steps_bytes_over_ep_are_those_of_its_routing(layout):
@@ -287,8 +289,8 @@ def test_a_checkpoint_moves_between_sizes_of_ep(tmp_path, before, after):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "--dp 3 --ep 2 --global-batch 3": r"dp*cp/ep = 3*1/2 is not a whole number: the ranks of ep are among",
-    "--dp 2 --cp 2 --ep 3 --global-batch 2": r"dp*cp/ep = 2*2/3 is not a whole number",
+    "--dp 3 --ep 2 --global-batch 3": r"dp*cp*tp/(ep*etp) = 3*1*1/(2*1) is not a whole number: edp*ep*etp are",
+    "--dp 2 --cp 2 --ep 3 --global-batch 2": r"dp*cp*tp/(ep*etp) = 2*2*1/(3*1) is not a whole number",
     "--dp 4 --ep 4 --global-batch 4": r"experts/ep = 6/4 is not a whole number: each rank holds whole experts",
     "--dp 4 --ep 2 --zero-stage 1 --zero-replicas 2 --global-batch 4": "shards of experts have no replicas",
     "--dp 2 --ep 0 --global-batch 2": r"--ep 0 is outside [1, inf)",

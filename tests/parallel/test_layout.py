@@ -18,6 +18,8 @@ LAYOUTS = {
     "--dp 2 --cp 2 --tp 2 --zero-stage 2": 8,
     "--dp 4 --zero-stage 3 --zero-replicas 2": 4,
     "--model mixtral --hidden 24 --experts 4 --dp 2 --tp 2 --pp 2 --ep 2 --microbatches 2 --zero-stage 3": 8,
+    "--model mixtral --hidden 24 --experts 4 --dp 2 --tp 4 --ep 4 --etp 2 --sequence-parallel --zero-stage 1": 8,
+    "--model mixtral --hidden 24 --experts 4 --tp 2 --etp 1 --sequence-parallel": 2,
 }
 
 

@@ -115,7 +115,7 @@ def test_a_users_own_program(tmp_path):
     assert mine.assumptions == replace(like.assumptions, links=0.5)
     kept = replace(like.framework.kept, logits=3)
     assert mine.framework == replace(like.framework, pairwise=True, overhead=0, kept=kept)
-    assert mine.evidence.text.startswith("no run was compared with these values; of nanotron: without a pipeline")
+    assert mine.evidence.startswith("no run was compared with these values; of nanotron: without a pipeline")
     path.write_text("{}")
     assert find_program(str(path)) == PROGRAMS["megatron"] == find_program("Megatron")
 

@@ -20,7 +20,7 @@ from minipar.plan.compute import expert_seconds, unit_times
 from minipar.plan.gpu_time import gpu_compute
 from minipar.plan.layout import PRECISIONS
 from minipar.plan.model import find_model
-from minipar.plan.rank_bytes import layer_activations, memory, rank_experts, rank_parameters, volume
+from minipar.plan.rank_bytes import layer_activations, memory, rank_buckets, rank_parameters, volume
 from minipar.plan.report import complexity
 from minipar.plan.search import judge, plan
 from minipar.plan.space import SearchSpace, layouts
@@ -163,7 +163,8 @@ def test_experts_are_divided_by_ep_and_their_state_by_the_rest():
     assert round(experts / 1e9, 1) == 45.1
     for ep in (2, 4, 8):
         one = layout(dp=64, ep=ep, zero=1)
-        assert rank_experts(MIXTRAL, one) == experts / ep
+        (_, shards), own = rank_buckets(MIXTRAL, one)
+        assert own == (experts / ep, 64 / ep) and shards == 64
         held = memory(MIXTRAL, one, 4096)
         assert held.parameters == 2 * (MIXTRAL.parameters - experts + experts / ep)
         assert held.optimizer == 12 * MIXTRAL.parameters / 64

@@ -256,7 +256,7 @@ def test_of_39_points_34_are_within_10_percent():
     """And 37 within 14 %. `PROGRAMS` says so to the user, next to the 16 printed runs within 4 %."""
     off = sorted(abs(ratio - 1) for ratio in points_read_off())
     assert len(off) == 39 and off[33] < 0.10 < off[34] and off[36] < 0.14
-    assert "10 % in 34 of 39" in PROGRAM.evidence.text and PROGRAM.evidence.spread == 0.10
+    assert "10 % in 34 of 39" in PROGRAM.evidence and PROGRAM.spread == 0.10
 
 
 # ---- the habits of 2021 ----------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_the_best_8b_mesh_is_in_the_first_three():
 def test_the_simplest_of_the_tied_is_the_better_choice():
     """Pipelines and 64 hosts included, in both models: 12 and 10 of 14 groups instead of 11 and 8."""
     counts = []
-    for spread in (0.0, NANO.evidence.spread):
+    for spread in (0.0, NANO.spread):
         choices = [choice(group, spread=spread) for group in groups(runs()).values()]
         counts.append((sum(one.best_mesh <= 5 for one in choices), sum(one.first >= 0.9 for one in choices)))
     assert len(groups(runs())) == 14 and counts == [(11, 8), (12, 10)]
@@ -96,7 +96,7 @@ def test_the_least_memory_of_the_tied_is_not():
 
 def test_the_spread_is_what_the_held_out_runs_support():
     time, _ = shares("8B")
-    assert (NANO.evidence.spread, int(10 * time)) == (0.20, 8) and "in 8 of 10 runs" in NANO.evidence.text
+    assert (NANO.spread, int(10 * time)) == (0.20, 8) and "in 8 of 10 runs" in NANO.evidence
 
 
 def test_one_1b_choice_is_a_run_that_took_twice_its_twins_time():

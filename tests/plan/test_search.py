@@ -259,7 +259,12 @@ def test_a_plan_is_of_the_clusters_framework():
     [
         (64, 64, SearchSpace(tp=5), ["no layout divides", "tp 5"]),
         (64, 7, SearchSpace(pp=1, tp=1), ["no layout divides", "global batch 7"]),
-        (64, 64, SearchSpace(recompute="selective", attention="flash"), ["flash attention keeps no scores"]),
+        (
+            64,
+            64,
+            SearchSpace(recompute="selective", attention="flash"),
+            ["no layout divides", "scores, which flash attention"],
+        ),
     ],
 )
 def test_no_layout_divides(gpus, batch, space, words):

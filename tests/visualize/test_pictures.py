@@ -13,7 +13,20 @@ from picture_cases import bench_rows, chrome, rows, slice_event
 from minipar.comm import run_local, save_chrome_trace, start_trace
 from minipar.errors import UsageError
 from visualize import parse_trace, plot_bench, plot_bytes, plot_loss, plot_timeline, read_trace, save
-from visualize.style import BLUE, COLOURS, GREEN, ORANGE, PAPER, SKY, byte_label, colours, ink_on, lightness
+from visualize.style import (
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    ORANGE,
+    PAPER,
+    SKY,
+    YELLOW,
+    byte_label,
+    colours,
+    ink_on,
+    lightness,
+)
 from visualize.timeline import time_unit
 
 
@@ -150,7 +163,8 @@ def test_a_trace_of_minipar_can_be_drawn(tmp_path, clock):
     figure = plot_timeline(trace, arrows=True)
     figure.savefig(tmp_path / "t.png")
     notes = [text.get_text() for text in figure.texts]
-    assert notes == [f"arrows: {len(trace.messages)} messages of world"], "world is no axis of a mesh"
+    arrows = f"arrows: {len(trace.messages)} messages of world"
+    assert [note for note in notes if "too short" not in note] == [arrows, "world: collectives of all ranks"]
 
 
 def test_lanes_and_ranks_are_named_with_their_place_in_the_mesh():
@@ -158,9 +172,10 @@ def test_lanes_and_ranks_are_named_with_their_place_in_the_mesh():
     data["otherData"]["mesh"] = {"pp": 2, "dp": 2, "tp": 1}
     figure = plot_timeline(parse_trace(data))
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ["rank 0\npp 0\ndp 0", "rank 1\npp 0\ndp 1", "rank 2\npp 1\ndp 0", "rank 3\npp 1\ndp 1"]
+    assert names == ["rank 0\n(0, 0)", "rank 1\n(0, 1)", "rank 2\n(1, 0)", "rank 3\n(1, 1)"]
     assert [text.get_text() for text in figure.axes[0].texts] == ["compute", "dp"] * 4
-    assert [text.get_text() for text in figure.texts] == ["dp: collectives on that axis of the mesh"]
+    notes = ["below a rank: its place on pp, dp", "dp: collectives on that axis of the mesh"]
+    assert [text.get_text() for text in figure.texts] == notes
     assert figure.axes[0].get_title(loc="left") == "Timeline of the whole trace on 4 ranks (pp 2, dp 2)"
     middle = figure.axes[0].get_yticks()[0]
     tops = [y for _, _, y, _, _ in bars(figure) if y < 1]
@@ -187,6 +202,19 @@ def test_a_narrow_bar_keeps_its_colour_without_hatching():
     collections = plot_timeline(parse_trace(data)).axes[0].collections
     hatched = [path.vertices[:, 0].min() for c in collections if c.get_hatch() for path in c.get_paths()]
     assert hatched == [6], "the second of the all_reduce; the narrow all_gather shows its colour"
+
+
+def test_narrow_bars_that_follow_closely_are_added_up():
+    data = chrome(ranks=1, steps=1)
+    narrow = [("all_gather", 1.0), ("broadcast", 1.05), ("all_gather", 1.1), ("broadcast", 3.0)]
+    data["traceEvents"] += [slice_event(name, 0, 1, start, 0.02) for name, start in narrow]  # 10 s are 400 points
+    figure = plot_timeline(parse_trace(data))
+    lane = [bar for bar in bars(figure) if bar[2] > 0.3]
+    drawn = [(round(start, 6), round(end, 6), colour) for start, end, _, colour, _ in lane if start < 3.5]
+    assert (1.0, 1.12, GREY) in drawn, "a line from the first to the last"
+    assert (1.0, 1.04, YELLOW) in drawn and (1.04, 1.06, COLOURS["broadcast"]) in drawn
+    assert (3.0, 3.02, COLOURS["broadcast"]) in drawn and len(drawn) == 4, "a single one is drawn alone"
+    assert any("too short to be told apart" in text.get_text() for text in figure.texts)
 
 
 def pipeline_of(ranks=8):
@@ -219,8 +247,9 @@ def test_a_timeline_can_be_read_at_half_a_pages_width():
     lanes = [text.get_text() for text in axes.texts if not text.get_text().isdigit()]
     assert lanes == ["compute", "tp", "dp", "pp", "pp p2p"] * 8
     names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names[5] == "rank 5\npp 1\ndp 0\ntp 1" and len(names) == 8
-    notes = ["tp, dp, pp: collectives on that axis of the mesh; pp p2p: messages between single ranks"]
+    assert names[5] == "rank 5\n(1, 0, 1)" and len(names) == 8
+    notes = ["below a rank: its place on pp, dp, tp"]
+    notes += ["tp, dp, pp: collectives on that axis of the mesh; pp p2p: messages between single ranks"]
     assert [text.get_text() for text in figure.texts] == notes
     boxes = [text.get_window_extent(renderer) for text in texts]
     for number, box in enumerate(boxes):

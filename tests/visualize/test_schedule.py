@@ -370,7 +370,7 @@ def test_the_gallery_can_be_drawn_again(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("visualize.style.save", lambda figure, path: figures.update({path: figure}))
     assert main(["gallery", "--out", str(tmp_path)]) == 0
     names = [Path(path).name for path in capsys.readouterr().out.split()]
-    assert names == ["schedules.png", "schedule_1f1b_8x32.png", "schedule_zbv.png"]
+    assert names == ["schedules.png", "schedule_1f1b_8x16.png", "schedule_zbv.png"]
     assert all((Path(__file__).parents[2] / "visualize" / "gallery" / name).is_file() for name in names)
-    assert len(figures) == 3 and len(drawn(figures[str(tmp_path / names[1])].axes[0])) == 2 * 8 * 32
+    assert len(figures) == 3 and len(drawn(figures[str(tmp_path / names[1])].axes[0])) == 2 * 8 * 16
     assert figures[str(tmp_path / names[2])].texts[0].get_text().endswith("F = I = W = 1 for all layers of a rank")

@@ -1,6 +1,6 @@
 """Watch collectives: blocks (3.3, 3.4), messages (3.6), time beside MPI's own (3.5, 3.8), timelines (3.9)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,15 @@ def timeline(ranks: int, program: Callable[..., Any], *arguments: Any, network: 
 
     values, trace = traced(ranks, program, *arguments, network=network)
     return values, plot_timeline(trace, arrows=False)
+
+
+def on_one_axis(figures: Mapping[str, Any]) -> None:
+    """Give timelines the title that names each, and one axis of time, so that their lengths can be compared."""
+    panels = {title: figure.axes[0] for title, figure in figures.items()}
+    end = max(axes.get_xlim()[1] for axes in panels.values())
+    for title, axes in panels.items():
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlim(0, end)
 
 
 def measure_all_reduce(

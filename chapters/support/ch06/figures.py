@@ -23,7 +23,8 @@ STEP, HALF = 0.8, 1.32  # inches from node to node, and from the attention of a 
 def plot_cuts(matrices: Sequence[tuple[str, int, int, int, int]], ranks: int) -> Picture:
     """Draw matrices to scale, each part in the colour and with the number of the rank that holds it.
 
-    matrices: (name, rows, columns, dim along which it is cut, groups of equal stretches that are cut each).
+    matrices: (name, rows, columns, dim along which it is cut, groups of equal stretches that are cut each). Three
+    groups are those of queries, keys and values.
     """
     gap = 0.45 * min(min(rows, columns) for _, rows, columns, _, _ in matrices)
     tallest = max(rows for _, rows, _, _, _ in matrices)
@@ -42,8 +43,14 @@ def plot_cuts(matrices: Sequence[tuple[str, int, int, int, int]], ranks: int) ->
         for group in range(1, groups):
             place = left + group * columns / groups
             axes.plot([place, place], [0, -rows], color=INK, linewidth=1.6)
+        for group, name_of_group in enumerate("qkv" if groups == 3 else ""):
+            place = left + (group + 0.5) * columns / groups
+            axes.text(place, -rows - 0.008 * total, name_of_group, ha="center", va="top", fontsize=9)
         axes.text(left + columns / 2, 0.008 * total, name, ha="center", va="bottom", fontsize=9)
         left += columns + gap
+    words = "Drawn to scale: a row for each input, a column for each output."
+    note = f"{words}\nColour and number: the rank that holds a part."
+    axes.text(0, -tallest, note, va="bottom", fontsize=9, linespacing=1.5)
     axes.set_xlim(-0.01 * total, total)
     axes.set_ylim(-tallest * 1.02, tallest * 0.1)
     axes.set_aspect("equal")

@@ -273,6 +273,24 @@ def plot_points(panels: Mapping[str, Sequence[tuple[float, float]]], band: float
     return figure
 
 
+# What the assumptions of the planner mean (minipar/plan/cluster.py), in words short enough for a label.
+MEANINGS = {
+    "products": "products: part of the peak",
+    "half_work": "products: work at half of that",
+    "copies": "copies: part of the bandwidth",
+    "links": "links: part of the bandwidth",
+    "cards": "links between hosts: part of that",
+    "forward_traffic": "bytes moved in forward",
+    "backward_traffic": "bytes moved in backward",
+    "update_traffic": "bytes moved by the optimizer",
+    "all_reduce": "time of an all-reduce",
+    "alpha_inside": "latency inside a host",
+    "alpha_between": "latency between hosts",
+    "contention": "cost of hidden messages",
+    "memory_used": "part of the memory used",
+}
+
+
 def plot_tornado(panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, bool]]]]) -> Picture:
     """Draw the change of the predicted time with each constant, the largest effect of the first panel on top.
 
@@ -308,7 +326,7 @@ def plot_tornado(panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, boo
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         reach = (-1.2 * widest, 1.2 * widest)
         finish(axes, question, size=9, xlim=reach, xlabel="change of the predicted time of a step", bars="y")
-    drawn[0].set_yticks(range(len(order)), order, fontsize=9)
+    drawn[0].set_yticks(range(len(order)), [MEANINGS[name] for name in order], fontsize=9)
     drawn[0].invert_yaxis()
     star = Line2D([], [], color=INK, marker="*", linestyle="", label="another layout becomes the best")
     named = dict(zip(changes, colours, strict=True))

@@ -29,10 +29,6 @@ def plot_mask(blocks: int) -> Picture:
     for row in range(blocks):
         for column in range(blocks):
             _block(axes, row, column, MINT if column < row else BLUE)
-            if column != row:
-                kind = "skipped" if column > row else "full"
-                look = {"ha": "center", "va": "center_baseline", "fontsize": 6.5, "color": INK}
-                axes.text(column + 0.5, row + 0.5, kind, **look)
     show_cells(axes, blocks, blocks)
     axes.set(aspect="equal", xlabel="keys", ylabel="queries")
     looks = {"skipped": PAPER, "full": MINT, "diagonal: masked": BLUE}

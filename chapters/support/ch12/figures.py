@@ -5,11 +5,14 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from chapters.support.draw import RANKS, box, finish, legend_outside, patches, show_cells
 from visualize.style import BLUE, GREEN, GREY, INK, LINES, PAPER, VERMILION, Picture, picture, tidy
+
+ARROWS = 3.0  # cells of room for the arrows of the all-to-all, beside the rows that leave
 
 
 def plot_choice(logits: np.ndarray, weights: np.ndarray, slopes: np.ndarray, moved: int) -> Picture:
@@ -34,6 +37,7 @@ def plot_choice(logits: np.ndarray, weights: np.ndarray, slopes: np.ndarray, mov
 def plot_dispatch(chosen: Sequence[np.ndarray], experts: int) -> Picture:
     """Draw the rows of every rank in the four orders in which they lie before an expert multiplies them.
 
+    The panels go down on the left, across with the all-to-all, whose messages are arrows, and up on the right.
     chosen: for each rank the experts of its tokens, (N, k). Tokens are letters, experts numbers; a row has the colour
     of the rank that holds its expert.
     """
@@ -60,14 +64,29 @@ def plot_dispatch(chosen: Sequence[np.ndarray], experts: int) -> Picture:
     }
     figure = picture(7.4, 0.75 + 0.62 * ranks)
     longest = max(len(rows) for rows in chain(*panels.values()))
-    for axes, (title, lists) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+    grid = figure.subplots(2, 2, width_ratios=(longest + ARROWS, longest))
+    places = (grid[0, 0], grid[1, 0], grid[1, 1], grid[0, 1])
+    for axes, (title, lists) in zip(places, panels.items(), strict=True):
         for rank, rows in enumerate(lists):
             for place, (token, expert) in enumerate(rows):
                 text = f"{chr(ord('a') + token)}{expert}"
                 box(axes, (place, rank), (0.92, 0.88), RANKS[expert // each], text, fontsize=7.5)
-        show_cells(axes, longest, ranks, [f"rank {rank}" for rank in range(ranks)], side=0.9)
+        width = longest if axes in grid[:, 1] else longest + ARROWS
+        show_cells(axes, width, ranks, [f"rank {rank}" for rank in range(ranks)], side=0.9)
         axes.set_title(title, fontsize=9, loc="left")
+    for axes in grid[:, 1]:
+        axes.yaxis.tick_right()
+    _draw_all_to_all(grid[1, 0], by_expert, each, longest + ARROWS)
     return figure
+
+
+def _draw_all_to_all(axes: Axes, by_expert: Sequence[Sequence[tuple[int, int]]], each: int, end: float) -> None:
+    """Draw an arrow from each rank to each rank that it sends rows to, in the colour of the receiver."""
+    for source, rows in enumerate(by_expert):
+        for dest in sorted({expert // each for _, expert in rows}):
+            ends = {"xytext": (len(rows), source + 0.44), "xy": (end, dest + 0.44)}
+            look = {"arrowstyle": "-|>", "color": RANKS[dest], "shrinkA": 1, "shrinkB": 0, "mutation_scale": 8}
+            axes.annotate("", **ends, arrowprops=look, annotation_clip=False)
 
 
 def plot_ep_or_dp(

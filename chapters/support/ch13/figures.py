@@ -7,21 +7,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from chapters.support.draw import finish, show_cells
-from visualize.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    LINES,
-    ORANGE,
-    PAPER,
-    VERMILION,
-    YELLOW,
-    Picture,
-    ink_on,
-    picture,
-    tidy,
-)
+from visualize.style import BLUE, GREEN, GREY, INK, LINES, ORANGE, PAPER, VERMILION, Picture, ink_on, picture, tidy
 
 PARTS = {"sign": GREY, "exponent": ORANGE, "mantissa": BLUE}
 
@@ -140,7 +126,7 @@ def plot_losses(runs: Mapping[str, Sequence[float]], window: int) -> Picture:
     """Plot the losses of runs, means over `window` steps: all of them, and the last third enlarged."""
     figure = picture(7.6, 3.1)
     left, right = figure.subplots(1, 2)
-    looks = ((GREY, 5.0, "-"), (BLUE, 2.2, "-"), (VERMILION, 1.6, "-"), (YELLOW, 1.2, "--"))
+    looks = ((GREY, 5.0, "-"), (BLUE, 2.2, "-"), (VERMILION, 1.6, "-"), (INK, 1.0, "--"))
     for (name, losses), (colour, width, line) in zip(runs.items(), looks, strict=False):
         means = np.convolve(losses, np.full(window, 1 / window), "valid")
         steps = np.arange(window, len(losses) + 1)

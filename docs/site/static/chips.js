@@ -4,6 +4,8 @@
 import { COLOURS, element } from "./draw.js";
 import { cutBackwards, moved, textOf, without } from "./edits.js";
 
+const EDGE = 40; // pixels from the board's edge in which a finger scrolls it
+const STEP = 12; // by so many pixels for each of its moves
 const KINDS = { F: "forward", B: "backward", I: "backward for the input", W: "backward for the weights",
   SEND: "message to", RECV: "message from" };
 
@@ -25,6 +27,30 @@ function chip(cell, rank, place, { isChosen, isWrong, isEntry }) {
   if (COLOURS[kind]) look.style.background = COLOURS[kind];
   look.style.color = kind === "F" ? "white" : COLOURS[kind] ? "#222222" : "inherit";
   return look;
+}
+
+// Let a finger drag the box that is chosen; the style sheet keeps the page from scrolling meanwhile.
+// `find` returns where it would go, `mark` shows this, `put` moves it there. Near an edge the board scrolls.
+function dragByTouch(board, find, mark, put) {
+  let touching = false;
+  board.addEventListener("pointerdown", ({ pointerType, target }) => {
+    touching = pointerType !== "mouse" && target.matches('.chip[aria-pressed="true"]');
+  });
+  board.addEventListener("pointermove", ({ clientX, clientY }) => {
+    if (!touching) return;
+    const { left, right } = board.getBoundingClientRect();
+    if (clientX > right - EDGE) board.scrollLeft += STEP;
+    if (clientX < left + EDGE) board.scrollLeft -= STEP;
+    mark(find(clientX, clientY));
+  });
+  const end = (isDropped) => ({ clientX, clientY }) => {
+    const to = touching && isDropped ? find(clientX, clientY) : null;
+    touching = false;
+    mark(null);
+    if (to) put(to);
+  };
+  board.addEventListener("pointerup", end(true));
+  board.addEventListener("pointercancel", end(false));
 }
 
 const spotOf = (chosen) => ({ rank: Number(chosen.dataset.rank), place: Number(chosen.dataset.place) });
@@ -121,15 +147,15 @@ export function chipBoard() {
     else return;
     event.preventDefault();
   });
-  // Where a dragged action would go: before the box under the pointer, behind it, or to the end of the row.
-  const target = (event) => {
-    const row = event.target.closest(".chip-row");
+  // Where a dragged action would go: before the box at a place of the page, behind it, or to the end of the row.
+  const targetAt = (at, x) => {
+    const row = at?.closest(".chip-row");
     if (!row) return null;
-    const under = event.target.closest(".chip");
+    const under = at.closest(".chip");
     const rank = Number(row.dataset.rank);
-    if (!under) return { rank, place: event.target.matches(".chip-rank") ? 0 : state.rows[rank].length };
+    if (!under) return { rank, place: at.matches(".chip-rank") ? 0 : state.rows[rank].length };
     const area = under.getBoundingClientRect();
-    return { rank, place: spotOf(under).place + (event.clientX > area.left + area.width / 2 ? 1 : 0) };
+    return { rank, place: spotOf(under).place + (x > area.left + area.width / 2 ? 1 : 0) };
   };
   const mark = (to) => {
     for (const each of board.querySelectorAll(".drop")) each.classList.remove("drop");
@@ -141,15 +167,16 @@ export function chipBoard() {
   });
   board.addEventListener("dragover", (event) => {
     event.preventDefault();
-    mark(target(event));
+    mark(targetAt(event.target, event.clientX));
   });
   board.addEventListener("dragend", () => mark(null));
   board.addEventListener("drop", (event) => {
     event.preventDefault();
-    const to = target(event);
+    const to = targetAt(event.target, event.clientX);
     if (to && state.chosen) put(to);
     mark(null);
   });
+  dragByTouch(board, (x, y) => targetAt(document.elementFromPoint(x, y), x), mark, put);
 
   // Show rows of cells. `wrong` is {rank, action} of what the checker refuses; send({list}) changes the text.
   const show = (rows, wrong, send) => {

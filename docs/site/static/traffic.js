@@ -102,8 +102,22 @@ function contextBuffer(s) {
   return (s.context === "ring" ? 8 : 4 * s.cp) * u * keys;
 }
 
-// Bytes by kind on the rank that needs most. Buffers are held for a while: logits, a layer that is recomputed, a unit
-// of ZeRO stage 3, the keys and values of other ranks.
+// Bytes that exist for a moment, but for the logits: a layer that is recomputed, a unit of ZeRO stage 3, the keys and
+// values of other ranks. They are added up in Python's order, since sums of thirds are rounded.
+function momentBuffers(s) {
+  const tokens = tokensOnRank(s) * s.precision.parameters;
+  let buffers = 0;
+  if (s.recompute === "full") buffers += layerActivations({ ...s, recompute: "none" });
+  if (s.zero === 3) buffers += 2 * s.precision.parameters * layerOnRank(s);
+  if (s.zero >= 2) buffers += 2 * s.precision.gradients * layerOnRank(s);
+  if (s.cp > 1) { // by then backward has freed the activations of the layer's MLP
+    const freed = (tokens * (s.gated ? 4 : 2) * activeInner(s)) / s.tp;
+    buffers += Math.max(0, s.precision.parameters * contextBuffer(s) - freed);
+  }
+  return buffers;
+}
+
+// Bytes by kind on the rank that needs most. Buffers are held for a while.
 export function memory(s) {
   const [psi, experts, shards] = [rankParameters(s), rankExperts(s), s.dp * s.cp];
   const own = psi - experts + experts * s.ep; // over dp x cp: experts have ep times fewer ranks
@@ -115,20 +129,12 @@ export function memory(s) {
   const activations = inFlight(s) * layers;
   // The logits are on the last rank, which has fewer microbatches in flight.
   const peak = s.pp === 1 ? activations + logits : Math.max(activations, inFlightLast(s) * layers + logits);
-  let buffers = peak - activations;
-  if (s.recompute === "full") buffers += layerActivations({ ...s, recompute: "none" });
-  if (s.zero === 3) buffers += 2 * s.precision.parameters * layerOnRank(s);
-  if (s.zero >= 2) buffers += 2 * s.precision.gradients * layerOnRank(s);
-  if (s.cp > 1) { // by then backward has freed the activations of the layer's MLP
-    const freed = (tokens * (s.gated ? 4 : 2) * activeInner(s)) / s.tp;
-    buffers += Math.max(0, s.precision.parameters * contextBuffer(s) - freed);
-  }
   return {
     parameters: value(state.parameters),
     gradients: value(state.gradients),
     optimizer: value(state.optimizer),
     activations,
-    buffers,
+    buffers: peak - activations + momentBuffers(s),
   };
 }
 

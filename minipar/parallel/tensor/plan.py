@@ -19,12 +19,13 @@ from minipar.errors import check_divides
 from minipar.nn import llama
 from minipar.nn.layers import Dropout, Embedding, Linear, MaskSlice
 from minipar.nn.module import Module
-from minipar.nn.moe import MoE
+from minipar.nn.moe import MoE, moe_layers
 from minipar.nn.parameter import Owner, Parameter, Updating
 from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
 from minipar.parallel import placement
-from minipar.parallel.guards import check_same_start, check_split, check_tree, note_split
+from minipar.parallel.guards import check_same_start, check_tree
 from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of, terms
+from minipar.parallel.split_guards import EXPERTS, ExpertGuard, check_expert_ranks, check_split, note_split
 from minipar.parallel.tensor import layers, tree_layers, vocabulary
 from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
 from minipar.parallel.tensor.mappings import TensorGroup
@@ -74,7 +75,7 @@ PLAN = {
     "w2": Split(1, 1, RowLinear, crosses=False),
 }
 # The name of Mixtral's router. It is whole on every rank, but its gradient comes from this rank's
-# part of the experts' results, so the gradients of all ranks must be summed.
+# part of the experts' results, or from its own tokens, so the gradients of all ranks must be summed.
 ROUTER = "gate"
 
 
@@ -87,13 +88,14 @@ def kv_copies(kv_heads: int, ranks: int) -> int:
 
 
 def tensor_placement(
-    name: str, shape: Sequence[int], kv_heads: int, rank: int, ranks: int, sequence: bool
+    name: str, shape: Sequence[int], kv_heads: int, rank: int, ranks: int, sequence: bool, etp: int | None = None
 ) -> TensorPlacement:
     """Return what tensor parallelism does to the serial model's parameter of this name and shape.
 
     A rank has a part of a Shard. It has the whole of a Partial or a Replicate. The ranks' gradients
     of a Partial, and those of a part that several ranks copy, are terms of a sum. Those of a
-    Replicate are equal.
+    Replicate are equal. An expert is a Shard over `etp` neighbours (default: all ranks); with etp 1
+    this is the only part, and other ranks of tp hold other experts.
     """
     layer, kind = name.split(".")[-2:]  # such as c_attn and weight
     split = PLAN.get(layer)
@@ -102,6 +104,9 @@ def tensor_placement(
         if kind == "bias":
             dim = 0 if split.layer is ColumnLinear else None
         if dim is not None:
+            if etp is not None and ".experts." in name:
+                rank = rank % etp
+                ranks = etp
             copies = kv_copies(kv_heads, ranks) if split.of_kv_heads else 1
             return Shard(rank // copies, ranks // copies, dim, shape[dim], split.groups, copies, rank % copies)
     if sequence or layer == ROUTER:
@@ -164,10 +169,11 @@ def sum_together(group: TensorGroup, gradients: Sequence[Array]) -> None:
         offset += gradient.size
 
 
-def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) -> None:
+def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None, etp: int | None = None) -> None:
     """Raise UsageError if tp does not divide heads, the MLP's columns, or a sequence's tokens.
 
-    Heads of keys and values may also divide tp.
+    Heads of keys and values may also divide tp. The columns of an expert are divided by `etp`, if
+    it is given.
     """
     reason = "each tensor-parallel rank has whole"
     check_divides("heads/tp", model.n_head, tp, f"{reason} heads")
@@ -175,14 +181,17 @@ def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) ->
         check_divides("tp/kv-heads", tp, model.n_kv_head, "as many tensor-parallel ranks copy each head of k and v")
     else:
         check_divides("kv-heads/tp", model.n_kv_head, tp, f"{reason} heads of k and v, or copies of one")
-    check_divides("ffn/tp", model.n_inner, tp, f"{reason} columns")
+    if etp is None:
+        check_divides("ffn/tp", model.n_inner, tp, f"{reason} columns")
+    else:
+        check_divides("ffn/etp", model.n_inner, etp, "each rank of etp has whole columns of an expert")
     if tokens is not None:
         check_divides("tokens/tp", tokens, tp, "--sequence-parallel splits seq-len/cp evenly")
 
 
 def tensor_parallel(
     model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False,
-    reduce_dtype: DTypeLike | None = None, tree_leaves: int = 0,
+    reduce_dtype: DTypeLike | None = None, tree_leaves: int = 0, experts: Communicator | None = None,
 ) -> TensorParallel:  # fmt: skip
     """Split `model` over `comm` by the plan, in place.
 
@@ -194,13 +203,23 @@ def tensor_parallel(
     A rank sends 8 B T h (t-1)/t elements per layer and microbatch: 2 all-reduces in forward and 2
     in backward or, with `sequence`, 2 all-gathers and 2 reduce-scatters in each. The embedding and
     the head add 2 B T h (t-1)/t each. The loss all-reduces B T and then 2 B T elements.
+
+    `experts` (`mesh.etp`, default: all ranks) are the neighbours that have parts of one expert. If
+    they are fewer than all, each rank gives its own tokens to a layer of experts, so this needs
+    `sequence`, and expert_parallel has to follow. A layer of experts is then entered and left over
+    `experts`, with etp u/t tokens.
     """
     check_split(model, "tensor_parallel", comm)
     check_tree(reduction, tree_leaves, comm.size)
-    check_shape(model.config, comm.size)
+    experts = comm if experts is None else experts
+    check_expert_ranks(model, comm, experts, sequence)
+    are_apart = experts.size < comm.size
+    check_shape(model.config, comm.size, etp=experts.size if are_apart else None)
     placement.attach_placements(model)
     check_same_start(comm, model)
     note_split(model, "tensor_parallel", comm)
+    if are_apart:
+        note_split(model, EXPERTS, experts)
     group = TensorGroup(comm, reduction, model.dtype, reduce_dtype, tree_leaves)
     kv_heads = model.config.n_kv_head
     groups = [group]
@@ -212,7 +231,7 @@ def tensor_parallel(
     for name, p in model.named_parameters():
         if comm.size == 1:
             break  # the layers are those of several ranks, but nothing is split
-        own = tensor_placement(name, p.shape, kv_heads, comm.rank, comm.size, sequence)
+        own = tensor_placement(name, p.shape, kv_heads, comm.rank, comm.size, sequence, experts.size)
         if isinstance(own, Shard):
             layers.shard_parameter(p, own)
         else:
@@ -221,9 +240,25 @@ def tensor_parallel(
             p.owners.append(tensor)
             tensor.partial.append(p)
     border = Border(group, sequence)
+    border_of_experts = border
+    if are_apart:
+        border_of_experts = Border(TensorGroup(experts, reduction, model.dtype, reduce_dtype), sequence)
+        set_experts_apart(model, comm)
     replace_layers(model, border)
-    fill_seams(model, border)
+    fill_seams(model, border, border_of_experts)
     return tensor
+
+
+def set_experts_apart(model: LanguageModel, comm: Communicator) -> None:
+    """Record that the experts have ranks of their own, and that a sample's tokens are routed on all ranks of tp."""
+    guard = ExpertGuard(model)
+    for moe in moe_layers(model):
+        # Each token counts once for each rank of etp. The auxiliary loss needs the experts' shares alone.
+        moe.load_sums.append(partial(comm.all_reduce, algorithm="ordered"))
+        for expert in moe.experts:
+            for p in expert.parameters():
+                placement.update(p, ep=0)
+                p.owners.append(guard)
 
 
 def replace_layers(model: LanguageModel, border: Border) -> None:
@@ -253,7 +288,7 @@ def tree_layer(split: Split, layer: Module, border: Border) -> Module:
     return split.layer(layer, border)
 
 
-def fill_seams(model: LanguageModel, border: Border) -> None:
+def fill_seams(model: LanguageModel, border: Border, border_of_experts: Border) -> None:
     """Give the model's seams what tensor parallelism does there; transformer.py lists them."""
     group = border.group
     size = model.config.vocab_size
@@ -261,12 +296,14 @@ def fill_seams(model: LanguageModel, border: Border) -> None:
     loss = vocabulary.vocab_parallel_cross_entropy_sum
     model.criterion = partial(loss, group=group, vocab_size=size)
     for name, module in model.named_modules():
-        if isinstance(module, llama.Attention | llama.MLP | MoE) and not group.leaves:
+        if isinstance(module, llama.Attention | llama.MLP) and not group.leaves:
             module.enter = border.enter
         if isinstance(module, MoE):
             # The experts themselves do not leave. The results of a token's k experts are added up
             # on each rank first, and then the ranks' results are summed.
-            module.leave = border.leave
+            module.leave = border_of_experts.leave
+            if not group.leaves:
+                module.enter = border_of_experts.enter
         if isinstance(module, SelfAttention):
             module.heads //= group.size
             module.kv_heads = max(1, module.kv_heads // group.size)
