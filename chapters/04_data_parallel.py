@@ -659,12 +659,15 @@ assert same_bits(flatten(model.parameters()), right)
 # %%
 import math
 
-STEPS, RATE, BUCKETS = 20, 3e-3, {"bucket_bytes": 32 * 1024, "first_bucket_bytes": 8 * 1024}
+STEPS = 20
+RATE = 3e-3
+BUCKETS = {"bucket_bytes": 32 * 1024, "first_bucket_bytes": 8 * 1024}
 
 
 def train(wrapper):
     """Train on the ranks: all parameters, and the losses."""
-    model, losses = fresh(), []
+    model = fresh()
+    losses = []
     ddp = wrapper(model, comm, "ordered", **BUCKETS)
     optimizer = mp.AdamW(ddp.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -873,13 +876,16 @@ gigabytes = [2 * 1.5e9 * 4 * (ranks - 1) / ranks / 1e9 for ranks in (8, 1024)]
 assert [round(value, 2) for value in gigabytes] == [10.5, 11.99] and round(gigabytes[1] / gigabytes[0], 2) == 1.14
 say(f"1. {gigabytes[0]:.1f} GB and {gigabytes[1]:.2f} GB: 128 times as many ranks send 14 % more each")
 
-latency, wire = 2 * 63 * 10e-6, 2 * 63 / 64 * 6e9 / 25e9  # of one bucket; of all bytes
-in_buckets, at_most = math.ceil(6e9 / (25 * 2**20)) * latency, int(0.05 * wire / latency)
+latency = 2 * 63 * 10e-6  # of one bucket
+wire = 2 * 63 / 64 * 6e9 / 25e9  # of all bytes
+in_buckets = math.ceil(6e9 / (25 * 2**20)) * latency
+at_most = int(0.05 * wire / latency)
 assert [round(1e3 * value, 2) for value in (wire, latency, in_buckets)] == [472.5, 1.26, 288.54] and at_most == 18
 say(f"2. bytes {wire * 1e3:.1f} ms; latency {latency * 1e3:.2f} ms, or {in_buckets * 1e3:.1f} ms in 25 MiB buckets;")
 say(f"   at most {at_most} equal buckets, of {6e9 / at_most / 1e6:.0f} MB each")
 
-mean, of_means = (200 + 84) / (100 + 28), (200 / 100 + 84 / 28) / 2
+mean = (200 + 84) / (100 + 28)
+of_means = (200 / 100 + 84 / 28) / 2
 assert (mean, of_means) == (2.21875, 2.5)
 say(f"3. {mean}; the mean of means is {of_means}: a token of rank 0 counts 28/100 as much as one of rank 1")
 
@@ -944,7 +950,8 @@ def loss_and_gradient(theta, r, step):
 
 def data_parallelism(make):
     """Train on one device with the mean of all ranks' gradients: all parameters, and the losses."""
-    parameter, losses = mp.Parameter(START.copy()), []
+    parameter = mp.Parameter(START.copy())
+    losses = []
     optimizer = make([parameter])
     for step in range(STEPS):
         all_losses, gradients = zip(*(loss_and_gradient(parameter.data, r, step) for r in range(d)), strict=True)
@@ -996,7 +1003,9 @@ def local_steps(theta, optimizer, r, steps):
 
 def diloco(H, make, rate, momentum, ranks, add_up):
     """Train: all parameters, and the mean losses of `ranks`. add_up(movements of `ranks`): the sum over all ranks."""
-    theta, velocity, losses = START, np.zeros(Psi), []
+    theta = START
+    velocity = np.zeros(Psi)
+    losses = []
     optimizers = {r: make([mp.Parameter(np.zeros(Psi))]) for r in ranks}
     for first in range(0, STEPS, H):
         taken = [local_steps(theta, optimizer, r, range(first, first + H)) for r, optimizer in optimizers.items()]
@@ -1011,9 +1020,12 @@ def over_ranks(movements):
     return comm.all_reduce(movements[0], algorithm="ordered")
 
 
-sgd, adamw = partial(SGD, lr=1 / 8), partial(mp.AdamW, lr=RATE)
+sgd = partial(SGD, lr=1 / 8)
+adamw = partial(mp.AdamW, lr=RATE)
 by_sgd, _ = diloco(1, sgd, 1, 0, [rank], over_ranks)
-found, curves, per_step = {}, {}, {}
+found = {}
+curves = {}
+per_step = {}
 for H, outer in ((1, (1, 0)), (5, (0.7, 0.9)), (10, (0.7, 0.9))):
     comm.traffic.reset()
     found[H], losses = diloco(H, adamw, *outer, [rank], over_ranks)
@@ -1024,7 +1036,8 @@ for H, outer in ((1, (1, 0)), (5, (0.7, 0.9)), (10, (0.7, 0.9))):
 if rank == 0:
     assert same_bits(found[5], diloco(5, adamw, 0.7, 0.9, range(d), left_to_right)[0])
     say(f"H = 5, d = {d}, {STEPS} steps: one device that plays all ranks has the same bits in all {Psi:,} parameters")
-    (sgd_alone, _), (adamw_alone, losses) = data_parallelism(sgd), data_parallelism(adamw)
+    sgd_alone, _ = data_parallelism(sgd)
+    adamw_alone, losses = data_parallelism(adamw)
     equal = same_bits(by_sgd, sgd_alone), same_bits(found[1], adamw_alone)
     assert equal == (True, d == 1)
     reveal("bits of data parallelism with SGD", equal[0], say)

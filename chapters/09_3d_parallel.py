@@ -529,7 +529,8 @@ def write(matrix, d, t):
         place = coordinates(r, {"dp": d, "tp": t})
         part = np.split(matrix, t, axis=1)[place["tp"]].reshape(-1)  # what this rank computes with
         own = np.array_split(np.arange(part.size), d)[place["dp"]]  # what its optimizer updates
-        start, stop = int(own[0]), int(own[-1]) + 1
+        start = int(own[0])
+        stop = int(own[-1]) + 1
         files[r] = {"part": place["tp"], "parts": t, "start": start, "stop": stop, "elements": part[start:stop].copy()}
     return files
 
@@ -546,7 +547,8 @@ matrix = np.random.default_rng(8).standard_normal((5, 8))
 for before, after in (((2, 2), (1, 8)), ((3, 4), (2, 2)), ((1, 1), (7, 2))):  # d and t of the writer, of the reader
     files = write(matrix, *before)
     assert sum(file["elements"].size for file in files.values()) == matrix.size  # each element once
-    resumed, direct = write(read(files, matrix.shape), *after), write(matrix, *after)
+    resumed = write(read(files, matrix.shape), *after)
+    direct = write(matrix, *after)
     assert all(resumed[r]["elements"].tobytes() == direct[r]["elements"].tobytes() for r in direct)
 say("written by one layout, read by another: the same bits on every rank")
 files = write(matrix, d=2, t=2)
@@ -583,7 +585,7 @@ for number, (before, after, never_stopped) in enumerate(MOVES):
     answers = on_eight(comm, eight.move, before, after, f"{folder}/{number}", single)
     if rank == 0:
         assert answers[0]["passed"], answers[0]["verdict"]
-        say(f"{before}  ->  {after}\n  {answers[0]['verdict']}")
+        say(f"{before} -> {after}\n  {answers[0]['verdict']}")
         assert never_stopped is None or answers[0]["bits"] == runs[never_stopped][0]["bits"]
 if rank == 0:
     files = json.loads(Path(folder, "0", "step-00000003", "manifest.json").read_text())["files"]
@@ -931,7 +933,8 @@ assert [r for axis in AXES for r in rows(axis, sizes) if 17 in r] == [[16, 17], 
 assert rows_inside(sizes, host=lambda r: r // 8) == {"tp": 12, "dp": 6, "pp": 0}
 
 d, t = 24, 8
-m, activation = 2304 // (d * 2), 2 * 2048 * 12_288 * 2
+m = 2304 // (d * 2)
+activation = 2 * 2048 * 12_288 * 2
 sent = {"tp": m * 40 * 2 * activation * 7 / 8, "dp": 2 * 145.6e9 / 64 * 23 / 24 * 2, "pp": 2 * m * activation}
 assert m == 48 and [round(sent[axis] / 1e9, 1) for axis in AXES] == [338.2, 8.7, 9.7]
 
@@ -971,7 +974,9 @@ say("the answers hold")
 from chapters.support.ch09 import muon_figures, stack
 from chapters.support.ch09.stack import SIZES, in_rank_order, loss_and_gradient, views
 
-d, Psi, MUON_STEPS = size, sum(SIZES), 10
+d = size
+Psi = sum(SIZES)
+MUON_STEPS = 10
 
 
 def orthogonalize(matrix):
@@ -993,7 +998,8 @@ def muon(matrix, gradient, mean, parts=1):
 
 def one_device(parts=1):
     """Train on one device, which takes the ranks' samples one rank after another: the last loss, and all parameters."""
-    flat, means = stack.initial(), views(np.zeros(Psi))
+    flat = stack.initial()
+    means = views(np.zeros(Psi))
     for step in range(MUON_STEPS):
         loss, total = stack.whole_batch(flat, step, d)
         for matrix, gradient, mean in zip(views(flat), views(total), means, strict=True):
@@ -1012,7 +1018,8 @@ def one_device(parts=1):
 predict("largest singular value of four quarters", ...)
 
 # %%
-right, wrong = one_device()[0], one_device(parts=4)[0]
+right = one_device()[0]
+wrong = one_device(parts=4)[0]
 gradient = views(stack.whole_batch(stack.initial(), 0, d)[1])[1]  # of a matrix of 12 rows and 48 columns
 quarters = np.concatenate([orthogonalize(rows) for rows in np.split(gradient, 4)])
 spectra = [np.linalg.svd(matrix, compute_uv=False) for matrix in (gradient, orthogonalize(gradient), quarters)]
@@ -1052,7 +1059,8 @@ predict("bytes of the busiest rank, relative to stage 1", ...)
 owner = ((np.cumsum(SIZES) - np.array(SIZES) / 2) * d / Psi).astype(int)  # who has its middle in the equal chunk
 owned = [sum(elements for elements, who in zip(SIZES, owner, strict=True) if who == r) for r in range(d)]
 mine = slice(sum(owned[:rank]), sum(owned[: rank + 1]))
-flat, total = stack.initial(), np.empty(Psi)
+flat = stack.initial()
+total = np.empty(Psi)
 means = {i: np.zeros(stack.SHAPES[i]) for i in np.flatnonzero(owner == rank)}  # of this rank's matrices
 comm.traffic.reset()
 for step in range(MUON_STEPS):

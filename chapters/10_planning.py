@@ -39,7 +39,8 @@ from chapters.support.ch10.three_models import LARGE, MIDDLE, SMALL, funnel
 left = funnel()  # the layouts that are left after each test
 assert [len(each) for each in (left.every, left.fitting, left.quiet, left.busy)] == [4248, 1417, 641, 132]
 by_seconds = sorted(left.fitting, key=lambda layout: left.times[layout].total)
-best, worst = by_seconds[0], by_seconds[-1]
+best = by_seconds[0]
+worst = by_seconds[-1]
 assert best in left.busy and round(left.times[worst].total / left.times[best].total) == 18
 if rank == 0:
     from chapters.support.ch10 import figures

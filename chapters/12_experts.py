@@ -159,7 +159,8 @@ k, h, f = 2, 8, 10
 random = np.random.default_rng(12)
 N = [7 + r % 3 for r in range(P)]  # the ranks hold 7, 8, 9, 7, ... tokens
 x, dy = random.normal(size=(2, sum(N), h))  # of all ranks: tokens, and the gradients of their results
-router, dweights = random.normal(size=(E, h)), random.normal(size=(sum(N), k))
+router = random.normal(size=(E, h))
+dweights = random.normal(size=(sum(N), k))
 z = x @ router.T
 chosen, weights = route(z, k)
 dz = route_backward(z, chosen, weights, dweights)
@@ -221,9 +222,12 @@ def forward(x, gate, up, down):
 
 def backward(x, gate, up, down, dy):
     """Return the gradients of x and of the three matrices."""
-    g, u, da = x @ gate, x @ up, dy @ down.T  # (M, f); forward's products once more, instead of keeping them
+    g = x @ gate  # (M, f); forward's products once more, instead of keeping them
+    u = x @ up
+    da = dy @ down.T
     sigma = 1 / (1 + np.exp(-g))
-    dg, du = da * u * sigma * (1 + g * (1 - sigma)), da * g * sigma
+    dg = da * u * sigma * (1 + g * (1 - sigma))
+    du = da * g * sigma
     return dg @ gate.T + du @ up.T, x.T @ dg, x.T @ du, (g * sigma * u).T @ dy
 
 
@@ -478,7 +482,8 @@ moe = model.model.layers[0].block_sparse_moe
 fill(moe, matrices)
 mesh = DeviceMesh(comm, dp=P, ep=P)
 expert_parallel(model, mesh.ep, mesh.edp)
-inputs, by = Tensor(x[own], requires_grad=True), Tensor(weights[own], requires_grad=True)
+inputs = Tensor(x[own], requires_grad=True)
+by = Tensor(weights[own], requires_grad=True)
 result = moe.compute(inputs, chosen[own], by)
 result.backward(dy[own])
 for ours, library in zip(parts, (result.data, inputs.grad, by.grad), strict=True):
@@ -746,7 +751,8 @@ assert abs(slope - (dz * step).sum()) < 1e-6 * np.abs(dz * step).sum() and dz.al
 assert abs(balance_loss(np.zeros((E, E)), (np.arange(E)[:, None] + np.arange(k)) % E)[0] - 1) < 1e-12
 
 lopsided = random.normal(size=(512, 8)) + np.linspace(0, 2, 8)  # logits of a router that prefers the last experts
-biases, skew = np.zeros(8), np.zeros(8)
+biases = np.zeros(8)
+skew = np.zeros(8)
 
 
 def load_of(logits, bias=0):

@@ -56,7 +56,8 @@ from minipar.train.trainer import Trainer
 if rank == 0:
     flags = "--layers 2 --hidden 16 --heads 2 --seq-len 8 --vocab-size 61 --global-batch 8 --steps 5"
     with TemporaryDirectory() as folder:
-        right, other = Path(folder, "right"), Path(folder, "other")
+        right = Path(folder, "right")
+        other = Path(folder, "other")
         run_local(1, patients.train, flags, patients.text(), Trainer, str(right))
         run_local(2, patients.train, f"{flags} --tp 2", patients.text(), Trainer, str(other))
         finding = compare(right, other)
@@ -80,7 +81,8 @@ if rank == 0:
 
 # %%
 seen = patients.recorded()
-narrow, wide = seen["float32"], seen["float64"]
+narrow = seen["float32"]
+wide = seen["float64"]
 for name in narrow:
     patient = patients.PATIENTS[name]
     say(f"{name}: {patient.layout:<24} both runs: {patient.both or 'the usual flags'}")
@@ -182,12 +184,13 @@ if rank == 0:
 # the factor.
 #
 # **A job that hangs**, in PyTorch with NCCL. A collective ends with an error after a timeout, 10 minutes by default.
-# Set `TORCH_NCCL_TRACE_BUFFER_SIZE=2000` and `TORCH_NCCL_DUMP_ON_TIMEOUT=1` beforehand. Then each rank writes its last
-# collectives, with sizes and stacks (the *flight recorder*), and `torchfrtrace` holds them side by side: look for the
-# rank that has not begun what the others wait in, or has begun something else. While a job hangs, `py-spy dump --pid`
-# on every rank shows where it stands. `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares name and shapes on all ranks before
-# each collective, and is slow. Usual causes: a branch that depends on the rank or on its own loss, a loader with fewer
-# batches on one rank, a rank that has crashed.
+# Set `TORCH_NCCL_TRACE_BUFFER_SIZE=2000` (newer name: `TORCH_FR_BUFFER_SIZE`) and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`
+# beforehand. Then each rank writes its last collectives, with sizes and stacks (the *flight recorder*), and
+# `torchfrtrace` holds them side by side: look for the rank that has not begun what the others wait in, or has begun
+# something else. While a job hangs, `py-spy dump --pid` on every rank shows where it stands.
+# `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares name and shapes on all ranks before each collective, and is slow. Usual
+# causes: a branch that depends on the rank or on its own loss, a loader with fewer batches on one rank, a rank that has
+# crashed.
 #
 # **A digest on each rank.** Every so many steps each rank hashes the bytes of each of its parameters, and the ranks
 # that should hold the same (all of dp; of tp, for what is not cut) gather the hashes and compare. The first step and
@@ -305,7 +308,8 @@ if rank == 0:
 # $\delta$. (Of a million elements only three are below $\epsilon$, so do not expect two digits.)
 
 # %%
-typical, tiny = 3e-3, 1e-8  # a gradient's size, and AdamW's epsilon
+typical = 3e-3  # a gradient's size
+tiny = 1e-8  # AdamW's epsilon
 noise = np.random.default_rng(5).standard_normal((2, 1_000_000))
 for delta in (1e-12, 1e-11, 1e-10):
     g = typical * noise[0]

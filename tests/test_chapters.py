@@ -229,6 +229,40 @@ def without_deeper(script):
     return "".join(section for section in sections if "\n#\n# *Deeper" not in section)
 
 
+def is_plain(value):
+    """Return whether a value of an assignment is a name, an attribute of one, or a constant: it computes nothing."""
+    if isinstance(value, ast.Attribute):
+        return is_plain(value.value)
+    if isinstance(value, ast.UnaryOp):
+        return is_plain(value.operand)
+    return isinstance(value, ast.Name | ast.Constant)
+
+
+def parallel_assignments(script):
+    """List the lines that compute several values and assign them in one statement. An exchange, `a, b = b, a`, may."""
+    found = []
+    for node in ast.walk(ast.parse(script)):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            target = node.targets[0]
+            values = node.value.elts
+            if isinstance(target, ast.Tuple) and not all(map(is_plain, values)):
+                names = {ast.unparse(each) for each in target.elts}
+                if names != {ast.unparse(each) for each in values}:
+                    found.append(ast.unparse(node))
+    return found
+
+
+@chapters
+def test_one_statement_says_one_thing(chapter):
+    assert parallel_assignments(chapter.read_text()) == []
+
+
+def test_a_parallel_assignment_is_seen():
+    assert parallel_assignments("a, b = f(x), []") == ["a, b = (f(x), [])"]
+    single = ("a, b = f(x)", "x[0], x[1] = x[1], x[0]", "r, p = comm.rank, comm.size", "B, T = 2, -16")
+    assert [each for each in single if parallel_assignments(each)] == []
+
+
 @chapters
 def test_a_chapter_is_one_sitting(chapter):
     assert code_lines("# %%\nx = 1\n\n# a comment\n\n# %% [markdown]\n# Text\n") == 1

@@ -305,7 +305,8 @@ def volume(
     m = layout.microbatches
     precision = layout.precision
     layers = layout.layers_per_rank(model)
-    forwards = 2 if layout.recompute == "full" else 1  # of a layer, for each backward
+    # A layer's forward passes for each backward.
+    forwards = 2 if layout.recompute == "full" else 1
     hidden = layout.tokens(length) * model.hidden * precision.parameters
     tp = ring(4 * (forwards + 1) * hidden, t) * m * layers
     copied = 2 * model.hidden * kv_columns(model, t) * precision.gradients

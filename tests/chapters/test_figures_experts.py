@@ -51,6 +51,14 @@ def test_balance_shows_each_experts_share_of_the_rows():
     assert left.get_title(loc="left") == "one\nbusiest: 1.5 x the mean"
 
 
+def test_the_names_of_eight_experts_are_inside_the_picture():
+    figure = figures.plot_balance({name: np.ones((4, 8)) for name in ("left alone", "loss", "bias")})
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert len(legend.get_texts()) == 8 and box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
 def test_an_exchange_stands_beside_the_uniform_one():
     (axes,) = figures.plot_exchange({"without": [30, 10], "aux": [20, 22]}, 21.0).axes
     assert [patch.get_height() for patch in axes.patches] == [30, 10, 20, 22]

@@ -242,7 +242,11 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/traffic.py",
         "parallel/test_traffic.py",
-        ("traffic: recompute sends nothing again", "2 if layout.recompute else 1", "1"),
+        (
+            "traffic: recompute sends nothing again",
+            "forwards = 2 if layout.recompute else 1\n    entered",
+            "forwards = 1\n    entered",
+        ),
         (
             "traffic: the norm's units without the two ends",
             "2 * (layout.model.n_layer + 2)",

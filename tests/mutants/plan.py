@@ -164,7 +164,7 @@ MUTANTS = [
     *mistakes(
         "minipar/plan/stages.py",
         "plan/test_megatron_2021.py",
-        ("step: gradients of 2021 are reduced during backward", "if not self.hides_reductions:", "if False:"),
+        ("step: gradients of 2021 are reduced during backward", "if self.hides_reductions:", "if True:"),
     ),
     *mistakes(
         "minipar/plan/layout.py",

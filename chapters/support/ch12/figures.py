@@ -123,7 +123,7 @@ def plot_mistakes(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
 
 def plot_balance(runs: Mapping[str, np.ndarray]) -> Picture:
     """Draw each expert's share of the rows in each step, one on another; runs: for each run (steps, E) counts."""
-    figure = picture(7.4, 2.6)
+    figure = picture(7.4, 3.0)
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     for axes, (name, load) in zip(panels, runs.items(), strict=True):
         shares = load / load.sum(axis=1, keepdims=True)
@@ -134,7 +134,7 @@ def plot_balance(runs: Mapping[str, np.ndarray]) -> Picture:
         finish(axes, title, xlim=(0, len(load) - 1), ylim=(0, 100), xlabel="step")
     panels[0].set_ylabel("rows of each expert, %", fontsize=8)
     experts = next(iter(runs.values())).shape[1]
-    legend_outside(figure, patches({f"expert {e}": RANKS[e % len(RANKS)] for e in range(experts)}))
+    legend_outside(figure, patches({f"expert {e}": RANKS[e % len(RANKS)] for e in range(experts)}), ncols=4)
     return figure
 
 
