@@ -186,6 +186,7 @@ site: $(VENV)/.site out/mathjax/version-$(MATHJAX)
 site-check: out/browser/version-$(PLAYWRIGHT)
 	@[ -d out/site ] || { echo "minipar: no out/site; run make site" >&2; exit 1; }
 	@[ -n "$(CHROMIUM)" ] || { echo "minipar: found no Chromium; name one: make site-check CHROMIUM=/path/to/chrome" >&2; exit 1; }
+	@node docs/site/broken.mjs out/browser "$(CHROMIUM)"
 	node docs/site/check.mjs out/site out/browser "$(CHROMIUM)" $(SCREENSHOTS)
 
 # Of MathJax's 20 MB what the site loads: the components that read and write formulas, and the fonts.

@@ -60,6 +60,12 @@ def test_the_gallery_shows_every_picture():
     assert shown == {path.name for path in (ROOT / "visualize" / "gallery").iterdir()}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/site/start.md"])
+def test_first_pages_count_the_exercises(page):
+    count = re.search(r"\[(\d+) exercises\]", (ROOT / page).read_text(encoding="utf-8"))[1]
+    assert int(count) == len(list(ROOT.glob("chapters/exercises/e[0-9]*.py")))
+
+
 def test_each_script_has_its_modules_in_order(conf):
     modules = {path.stem for path in (SITE / "static").glob("*.js")}
     assert {name for names in conf.SCRIPTS.values() for name in names} == modules

@@ -167,11 +167,11 @@ for (const path of pages) {
   await settled(page);
   if (weight > MOST_BYTES) problems.push(`loads ${(weight / 1e6).toFixed(2)} MB, more than ${MOST_BYTES / 1e6}`);
   const loaded = weight;
+  if (screenshots) await photograph(page, path); // before the controls are tried
   problems.push(...(await faultsInAllLooks(page)));
   problems.push(...(await page.evaluate(controlFaults)), ...(await page.evaluate(buttonFaults)));
   problems.push(...(await page.evaluate(traceFaults)), ...(await page.evaluate(animationFaults)));
   problems.push(...(await touchFaults(context, page)));
-  if (screenshots) await photograph(page, path);
   if (path === "search.html") problems.push(...(await searchFaults(page)));
   const formulas = await page.locator("mjx-container").count();
   const pictures = await page.locator("img").count();

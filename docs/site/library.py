@@ -91,7 +91,7 @@ def body(file: str) -> str:
         marks = "".join(f'<span id="{html.escape(name)}"></span>' for name in anchors.get(number, []))
         numbered.append(f'{marks}<span class="line-number">{number:4d}</span>  {line}')
     return (
-        f"<h1>{html.escape(file)}</h1>\n{_chapters_of(file)}"
+        f"<h1>{html.escape(file).replace('/', '/<wbr>')}</h1>\n{_chapters_of(file)}"  # it may be cut after a slash
         f'<div class="highlight library"><pre tabindex="0">' + "\n".join(numbered) + "</pre></div>"
     )
 

@@ -242,8 +242,8 @@ def expert_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     """
     if layout.expert_tp == layout.tp:
         return 0
-    forwards = 2 if layout.recompute else 1
-    crossings = (forwards + 1) * layout.microbatches * layout.blocks(pp)
+    passes = 3 if layout.recompute else 2
+    crossings = passes * layout.microbatches * layout.blocks(pp)
     crossed = crossing_bytes(layout, rank, crossings, crossings, layout.expert_tp)
     return crossed + load_bytes(layout, layout.tp, rank, pp)
 

@@ -274,7 +274,10 @@ def notes(config: TrainConfig) -> list[str]:
     mesh = config.mesh
     m = config.data.microbatches
     stage = mesh.zero_stage
-    shards = (mesh.dp or 1) * mesh.cp // mesh.zero_replicas
+    replicas = (mesh.dp or 1) * mesh.cp
+    shards = replicas // mesh.zero_replicas
+    if mesh.etp is not None and mesh.experts_apart:
+        shards = max(shards, replicas * mesh.tp // (mesh.ep * mesh.etp))  # edp: the experts are sharded
     lines = []
     if stage > 0 and shards == 1:
         groups = f" in {mesh.zero_replicas} replicas" if mesh.zero_replicas > 1 else ""

@@ -123,5 +123,5 @@ def test_a_size_that_is_no_integer_is_refused(axis, size):
 
 @pytest.mark.parametrize("ep", [0, -1, 3, 8])
 def test_the_ranks_of_ep_divide_those_of_dp_and_cp(ep):
-    with pytest.raises(UsageError, match=rf"dp\*cp/ep = 2\*2/{ep} is not a whole number: the ranks of ep are among"):
+    with pytest.raises(UsageError, match=rf"dp\*cp\*tp/\(ep\*etp\) = 2\*2\*1/\({ep}\*1\) is not a whole number"):
         run_local(4, lambda comm: DeviceMesh(comm, dp=2, cp=2, ep=ep))

@@ -91,7 +91,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/traffic.py",
         "parallel/test_expert_mesh.py",
-        ("traffic: recompute enters no experts again", "crossings = (forwards + 1) *", "crossings = 2 *"),
+        ("traffic: recompute enters no experts again", "crossings = passes *", "crossings = 2 *"),
         ("traffic: loads stay on a rank of tp", "crossed + load_bytes(layout, layout.tp, rank, pp)", "crossed"),
         (
             "traffic: experts are entered over tp",

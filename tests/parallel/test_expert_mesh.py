@@ -17,6 +17,7 @@ from minipar.parallel.parallelize import shard
 from minipar.parallel.placement import placements
 from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.parallel.zero_optimizer import ZeroOptimizer
+from minipar.train.progress import notes
 from minipar.train.trainer import Trainer
 
 SHAPE = f"--model mixtral --layers 2 --hidden 16 --heads 4 --kv-heads 2 --ffn 12 --seq-len 8 --vocab-size {VOCAB}"
@@ -203,6 +204,12 @@ def test_a_mesh_that_does_not_fit_is_refused_on_each_rank(layout):
             trainer_for(config_of(f"{layout} --global-batch 4", ""), TEXT, comm)
 
     run_local(int(layout.split()[1]) * (2 if "--dp 2 --tp 2" in layout else 1), program)
+
+
+def test_experts_may_be_all_that_zero_shards():
+    layout = "--tp 2 --etp 1 --zero-stage 1 --global-batch 4"
+    assert notes(config_of(layout)) == []
+    assert "--zero-stage 1 shards nothing: dp = 1" in notes(config_of(f"{layout} --ep 2"))[0]
 
 
 def test_other_models_have_no_experts():

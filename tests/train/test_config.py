@@ -83,6 +83,7 @@ def test_every_flag_arrives_where_it_belongs():
         "--router-bias": 0.0,
         "--capacity-factor": None,
         "--ep": 1,
+        "--etp": None,
         "--pp": 1,
         "--schedule": None,
         "--virtual-stages": None,
@@ -94,6 +95,7 @@ def test_every_flag_arrives_where_it_belongs():
     model = config_of("--model mixtral --experts 6 --top-k 3").model
     assert (model.model, model.experts, model.top_k) == ("mixtral", 6, 3)
     assert config_of("--model mixtral --ep 2").mesh.ep == 2
+    assert config_of("--model mixtral --tp 2 --etp 2").mesh.etp == 2
     model = config_of("--model mixtral --aux-loss 0.01 --router-bias 0.001 --capacity-factor 1.25").model
     assert (model.aux_loss, model.router_bias, model.capacity_factor) == (0.01, 0.001, 1.25)
     run = config_of("--dtype bf16 --gradients fp16 --reduce-dtype bf16 --skip-nonfinite").run

@@ -71,7 +71,9 @@ def test_resume_takes_model_data_optimizer_and_seed(saved):
 def test_what_decides_the_values_is_taken_and_the_layout_is_not():
     all_flags = {flag for _, _, flag, _ in flags(TrainConfig())}
     assert set(MUST_AGREE) < set(TAKEN) < all_flags
-    layout = "--dp --cp --ep --context-parallel --cp-order --tp --pp --schedule --virtual-stages --sequence-parallel "
+    layout = (
+        "--dp --cp --ep --etp --context-parallel --cp-order --tp --pp --schedule --virtual-stages --sequence-parallel "
+    )
     layout += "--zero-stage --zero-replicas --sync-every-microbatch"
     files = "--metrics --trace --memory --record --save --save-every --resume --export --export-dtype --verify --clock "
     files += "--network"
