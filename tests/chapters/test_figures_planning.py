@@ -6,6 +6,7 @@ from matplotlib.colors import to_hex
 from chapters.support.ch10.figures import (
     DECISIONS,
     LAST,
+    MEANINGS,
     draw_funnel,
     plot_bubbles,
     plot_decisions,
@@ -18,6 +19,7 @@ from chapters.support.ch10.figures import (
     plot_tornado,
     plot_wires,
 )
+from chapters.support.ch10.sensitivity import CONSTANTS
 from minipar.plan.layout import Layout
 from minipar.plan.step_time import StepTime
 from visualize.plan import MEMORY, TIME
@@ -108,6 +110,10 @@ def test_decisions_are_drawn_in_order_and_no_text_leaves_its_box():
             assert sum(box.x0 < extent.x0 and extent.x1 < box.x1 and box.y0 < extent.y0 < box.y1 for box in boxes) == 1
 
 
+def test_every_constant_of_the_tornado_has_words():
+    assert set(CONSTANTS) <= set(MEANINGS)
+
+
 def test_points_are_pairs_inside_the_picture():
     time, memory = plot_points({"ms": [(10.0, 12.0), (500.0, 300.0)], "MB": [(3.0, 3.0)]}, 0.2).axes
     assert [list(line) for line in time.lines[1].get_data()] == [[12.0, 300.0], [10.0, 500.0]]
@@ -119,12 +125,12 @@ def test_points_are_pairs_inside_the_picture():
 
 def test_a_tornado_is_sorted_with_stars_where_a_layout_changes():
     effects = {
-        "little": {"-20 %": (0.01, False), "+20 %": (-0.01, False)},
-        "much": {"-20 %": (0.2, True), "+20 %": (-0.1, False)},
-        "nothing": {"-20 %": (0.0, False), "+20 %": (0.0, False)},
+        "links": {"-20 %": (0.01, False), "+20 %": (-0.01, False)},
+        "products": {"-20 %": (0.2, True), "+20 %": (-0.1, False)},
+        "cards": {"-20 %": (0.0, False), "+20 %": (0.0, False)},
     }
     left, right = plot_tornado({"one": effects, "two": effects}).axes
-    assert [label.get_text() for label in left.get_yticklabels()] == ["much", "little"]
+    assert [label.get_text() for label in left.get_yticklabels()] == [MEANINGS["products"], MEANINGS["links"]]
     for axes in (left, right):
         assert [bar.get_width() for bar in axes.patches] == [0.2, -0.1, 0.01, -0.01]
         assert [to_hex(bar.get_facecolor()).upper() for bar in axes.patches] == [ORANGE, BLUE] * 2

@@ -77,7 +77,8 @@ def test_cuts_cover_each_matrix_in_the_ranks_order():
     areas = [patch.get_width() * patch.get_height() for patch in patches]
     assert sum(areas[:6]) == pytest.approx(48) and sum(areas[6:]) == pytest.approx(16)
     assert patches[0].get_height() == 4 and patches[6].get_width() == 4  # whole columns, whole rows
-    assert words_of(figure) == [*"010101", "qkv", *"01", "proj"]
+    *words, note = words_of(figure)
+    assert words == [*"010101", *"qkv", "qkv", *"01", "proj"] and note.startswith("Drawn to scale")
 
 
 def test_groups_show_each_head_on_the_ranks_that_need_it():

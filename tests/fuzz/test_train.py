@@ -120,6 +120,7 @@ FLAGS = {
     "--context-parallel": ["ring", "all-gather", "ulysses"],
     "--cp-order": ["zigzag", "contiguous"],
     "--ep": ["1", "2", "3", "0"],
+    "--etp": ["1", "2", "3", "0"],
     "--zero-stage": ["0", "1", "2", "3"],
     "--zero-replicas": ["1", "2", "3", "0"],
     "--sync-every-microbatch": [],
