@@ -79,7 +79,7 @@ class StepLayout:
         return self.routing_ranks // self.ep
 
     @property
-    def experts_apart(self) -> bool:
+    def expert_sums_apart(self) -> bool:
         """Whether the gradients of experts are summed over other ranks than all else."""
         return self.ep > 1 or self.expert_tp < self.tp
 
@@ -117,7 +117,7 @@ class StepLayout:
     @property
     def norm_rows(self) -> int:
         """The chunks whose squares a rank sums: its own with ZeRO or where others hold other experts, else all."""
-        return 1 if self.zero_stage > 0 or self.experts_apart else self.replicas
+        return 1 if self.zero_stage > 0 or self.expert_sums_apart else self.replicas
 
     @property
     def loads(self) -> int:
@@ -203,7 +203,7 @@ class StepLayout:
     def expert_rank(self, name: str) -> int | None:
         """Return the rank of ep that holds a parameter; None if all of them hold it."""
         _, is_expert, rest = name.partition(".experts.")
-        if not self.experts_apart or not is_expert:
+        if not self.expert_sums_apart or not is_expert:
             return None
         expert = int(rest.split(".")[0])
         return expert // (self.model.num_local_experts // self.ep)

@@ -72,5 +72,5 @@ class ExpertGuard(Owner):
             raise UsageError(f"the ranks of tp hold experts whose gradients nobody sums over their ranks: {remedy}")
 
     def check_sum(self, group: Communicator) -> None:
-        """Raise UsageError for the same."""
+        """Raise UsageError if nobody has been told over which ranks the experts' gradients are summed."""
         self.check_optimizer([])

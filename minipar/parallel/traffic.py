@@ -123,7 +123,7 @@ def dp_bytes(layout: StepLayout, rank: int, pp: int, tp: int = 0) -> int:
     routing = layout.routing_rank(rank, tp)
     total = ordered_sum(1, replicas, rank)  # the loss
     total += ordered_sum(layout.loads, layout.routing_ranks, routing)
-    if layout.zero_stage > 0 or layout.experts_apart:
+    if layout.zero_stage > 0 or layout.expert_sums_apart:
         total += norm_bytes(layout, 1, shards, rank % shards)
     reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
     for (unit, of_experts), elements in bucket_elements(layout, pp).items():
@@ -200,8 +200,8 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
 
     Per step, each bucket's Partial gradients are all-reduced (a Mixtral's routers; with sequence
     parallelism norms and row biases too), and those of copied heads of keys and values over the
-    ranks that have copies. The norm adds one float64 for each chunk whose squares this rank sums. Where
-    ranks of tp hold different experts, `expert_bytes` take the place of an MLP's.
+    ranks that have copies. The norm adds one float64 for each chunk whose squares this rank sums.
+    Where ranks of tp hold different experts, `expert_bytes` take the place of an MLP's.
     """
     if layout.tp == 1:
         return 0
