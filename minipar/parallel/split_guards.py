@@ -7,7 +7,7 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter
-from minipar.parallel.guards import check_communicator, is_wrapper
+from minipar.parallel.guards import check_communicator
 
 # The name, among the strategies that have split a model, of the split of experts over fewer ranks than all of tp.
 EXPERTS = "tensor_parallel of experts"
@@ -20,8 +20,8 @@ def check_split(model: Any, strategy: str, comm: Communicator) -> None:
     strategy. Experts may be shared among ranks of tp, but not among those of etp.
     """
     check_communicator(comm)
-    is_owned = isinstance(model, Owner) or is_wrapper(model)
-    if is_owned or any(p.placement is not None and p.placement.dp is not None for p in model.parameters()):
+    is_pipeline = isinstance(model, Owner)
+    if is_pipeline or any(p.placement is not None and p.placement.dp is not None for p in model.parameters()):
         remedy = f"call mp.{strategy}(model, ...) first, then mp.DistributedDataParallel, mp.fully_shard or mp.shard"
         raise UsageError(f"{strategy} of a model that is wrapped already: {remedy}")
     noted = dict(model.split_over)

@@ -265,7 +265,7 @@ PARALLEL = [
         "minipar/parallel/split_guards.py",
         "parallel/test_refusals.py parallel/test_misuse.py",
         ("guards: a split of shards", "p.placement.dp is not None for p", "False for p"),
-        ("guards: a split of a wrapper", "    if is_owned or any(", "    if any("),
+        ("guards: a split of a pipeline", "    if is_pipeline or any(", "    if any("),
         ("guards: split twice", "        if other == strategy:\n", "        if False:\n"),
         ("guards: cp over the ranks of tp", "if len(shared) > 1 and", "if False and"),
         ("guards: cp and ep share no ranks", '"tensor_parallel" in (strategy, other)', "True"),

@@ -284,7 +284,6 @@ def nothing(ddp):
     pass
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("forward", [loss_of, forward_with_a_graph])
 @pytest.mark.parametrize("kind", [ZeroStage1, ZeroStage2, FullyShardedDataParallel])
 @pytest.mark.parametrize("size", [1, 3])

@@ -158,6 +158,19 @@ def test_a_wrapped_model_is_not_split_any_more(stage, give):
     run_local(2, rank)
 
 
+def test_a_pipeline_is_not_split_any_more():
+    def rank(comm):
+        mesh = DeviceMesh(comm, pp=2)
+        pipeline = PipelineModule(
+            [lambda mesh, i=i: Linear(4, 4, name=f"fc{i}") for i in range(2)], mesh, num_microbatches=2
+        )
+        for split in (tensor_parallel, context_parallel, lambda m, comm: expert_parallel(m, mesh.ep, mesh.edp)):
+            with pytest.raises(UsageError, match="_parallel of a model that is wrapped already: call mp.*first, then"):
+                split(pipeline, mesh.dp)
+
+    run_local(2, rank)
+
+
 @pytest.mark.parametrize("order", [[tensor_parallel, context_parallel], [context_parallel, tensor_parallel]])
 def test_tensor_and_context_parallelism_share_no_ranks(order):
     first, second = order

@@ -83,6 +83,13 @@ def test_every_rank_sends_on_each_axis_what_was_predicted(name):
     assert counted(config) == [predicted_traffic(step_layout(config), rank) for rank in range(ranks)]
 
 
+def test_each_rank_sends_the_head_of_keys_that_it_copies_over_cp():
+    flags = "--tp 4 --cp 2 --model llama --kv-heads 2 --hidden 24 --context-parallel"
+    for method in ("ring", "all-gather"):
+        config = config_for(f"{flags} {method}", 8)
+        assert counted(config) == [predicted_traffic(step_layout(config), rank) for rank in range(8)]
+
+
 # Each schedule and each stage, and in `make long` each with each.
 SIXTEEN = [(zero, schedule) for zero in range(4) for schedule in ("1f1b", "interleaved-1f1b", "zbv")]
 

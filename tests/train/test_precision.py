@@ -105,6 +105,23 @@ def test_bytes_are_those_of_each_dtype(layout, dtype):
     assert counted == [predicted_traffic(step_layout(config), rank) for rank in range(ranks_of(config))]
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("method", ["ring", "all-gather"])
+def test_gradients_of_keys_travel_in_the_reduce_dtype(method):
+    def sent(dtype):
+        config = config_of(f"--cp 2 --context-parallel {method} --dtype bf16 --reduce-dtype {dtype}")
+
+        def rank(comm):
+            trainer_for(config, TEXT, comm).step(0)
+            return comm.traffic.bytes(axis="cp")
+
+        counted = run_local(2, rank)
+        assert counted == [predicted_traffic(step_layout(config), rank)["cp"] for rank in range(2)]
+        return counted[0]
+
+    assert sent("fp32") > sent("bf16")
+
+
 def test_activations_of_2_bytes_send_half():
     four, two = (
         predicted_traffic(step_layout(config_of(f"--pp 2 --dp 2 --microbatches 2 --dtype {dtype}")), 1)

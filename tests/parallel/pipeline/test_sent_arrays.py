@@ -13,6 +13,20 @@ from minipar.parallel.pipeline.schedules import make
 MICROBATCHES = 16
 
 
+class Message:
+    """A message that keeps its array as long as somebody keeps the message, as MPI's do."""
+
+    def __init__(self, work, array) -> None:
+        self.work = work
+        self.array = array
+
+    def test(self):
+        return self.work.test()
+
+    def wait(self):
+        return self.work.wait()
+
+
 class Watched(Proxy):
     """A communicator that notes, at each send, how many of the arrays sent before are still alive."""
 
@@ -23,7 +37,7 @@ class Watched(Proxy):
     def isend(self, array, dest, tag=0):
         self.alive.append(sum(reference() is not None for reference in self.sent))
         self.sent.append(weakref.ref(array))
-        return self.comm.isend(array, dest, tag)
+        return Message(self.comm.isend(array, dest, tag), array)
 
 
 @pytest.mark.parametrize("p", [2, 3])
