@@ -127,6 +127,7 @@ def layout_of(config: TrainConfig) -> Layout:
         context_parallel=mesh.context_parallel,
         cp_order=mesh.cp_order,
         ep=mesh.ep,
+        etp=mesh.etp,
     )
 
 
@@ -343,8 +344,6 @@ def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
         raise UsageError(f"{ranks} ranks, --reduction {run.reduction}: at most {MOST_RANKS}, and ring")
     if args.gpus_per_node < 1:
         raise UsageError(f"--gpus-per-node {args.gpus_per_node}: expected at least 1")
-    if parsed.mesh.experts_apart:
-        raise UsageError(f"--etp {parsed.mesh.etp} with --tp {parsed.mesh.tp}: the planner has --etp T alone")
     values = args.flops, *args.inside, *args.between
     if min(values) <= 0:
         raise UsageError(f"--flops, --inside, --between {' '.join(f'{x:g}' for x in values)}: each must be above 0")
@@ -380,7 +379,7 @@ def modelled_step(config: TrainConfig, cluster: Cluster) -> float:
     network = Network(inside.alpha, inside.beta, Network(between.alpha, between.beta), cluster.per_host)
 
     def step(comm: Communicator) -> float:
-        mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("tp", "pp", "cp", "ep")})
+        mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("tp", "pp", "cp", "ep", "etp")})
         trainer = Trainer(config, mesh, random_tokens(config))
         start = comm.clock.now()
         trainer.step(0)

@@ -23,7 +23,7 @@ from minipar.plan.request import Request
 from minipar.plan.search import TOP, plan
 from minipar.plan.space import LEAST_TOKENS, SearchSpace
 
-MOST = dict.fromkeys(("gpus", "gpus_per_node", "dp", "cp", "ep", "tp", "pp"), 1 << 20)
+MOST = dict.fromkeys(("gpus", "gpus_per_node", "dp", "cp", "ep", "tp", "etp", "pp"), 1 << 20)
 MOST |= {"global_batch": 1 << 24, "seq_len": 1 << 24, "top": 50}
 
 
@@ -102,6 +102,12 @@ def add_choices(add: Callable[..., argparse.Action]) -> None:
     )
     over = "tensor-parallel size; over hosts only if given here"
     add("--tp", type=count, metavar="N", help=over)
+    add(
+        "--etp",
+        type=sizes,
+        metavar="1,2,4",
+        help="over how many ranks of tp each expert is cut, or the sizes to try (default: 1 and all of tp)",
+    )
     add("--pp", type=count, metavar="N", help="stages")
     add("--microbatch", type=count, metavar="N", help="sequences in one")
     add(

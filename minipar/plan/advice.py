@@ -90,6 +90,7 @@ def _nothing_divides(question: Question) -> str:
         "replicas of shards": space.zero_replicas if space.zero_replicas != 1 else None,
         "cp": space.cp,
         "ep": space.ep,
+        "etp": space.etp,
     }
     # One value, or several as 1, 2.
     given = [f"{name} {str(value).strip('(,)')}" for name, value in fixed.items() if value]
@@ -98,7 +99,8 @@ def _nothing_divides(question: Question) -> str:
         f"no layout divides{only}: global batch {question.global_batch}, {cluster.gpus} GPUs in hosts of "
         f"{cluster.per_host}, {model.layers} layers, {model.heads} heads; dp*cp*tp*pp = GPUs, dp*microbatch divides "
         "the batch, tp divides the heads and a host (or, with --tp, is a multiple of one), ulysses' cp the heads of "
-        "a tp rank, ep dp*cp, replicas of shards dp*cp (with ZeRO, and not with ep), interleaved-1f1b needs pp to "
+        "a tp rank, ep*etp dp*cp*tp, etp tp, replicas of shards dp*cp (with ZeRO, and not with ep), etp below tp needs "
+        "sequence parallelism, interleaved-1f1b needs pp to "
         "divide the microbatches, zbv 2*pp the layers, and selective recomputation stored scores, which flash "
         "attention, ring and all-gather do not keep"
     )

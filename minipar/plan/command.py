@@ -51,6 +51,8 @@ def mesh_flags(layout: Layout) -> str:
         flags.append(f"--ep {layout.ep}")
     if layout.tp > 1:
         flags.append(f"--tp {layout.tp}")
+    if layout.expert_tp < layout.tp:
+        flags.append(f"--etp {layout.etp}")
     if layout.sequence_parallel:
         flags.append("--sequence-parallel")
     if layout.pp > 1:

@@ -100,15 +100,16 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
         compute = gpu_compute(model, layout, length, parameters, cluster)
     cp_forward, cp_backward = context_seconds(model, layout, cluster, length)
     ep_forward, ep_backward = expert_seconds(model, layout, cluster, length)
-    tp = _TensorParallel(model, layout, cluster, length)
+    tp = _TensorParallel(model, layout, cluster, length, layout.tp)
+    etp = _TensorParallel(model, layout, cluster, length, layout.expert_tp)  # the MLP's
     full_recompute = layout.recompute == "full"
 
-    layer_sums = 4 * tp.gather  # two all-reduces, or two pairs of all-gather and reduce-scatter
+    # Two all-reduces, or two pairs of all-gather and reduce-scatter.
+    layer_sums = 2 * tp.gather + 2 * etp.gather
     recomputed_sums, cp_again = (layer_sums, cp_forward) if full_recompute else (0.0, 0.0)
     ep_again = ep_forward if full_recompute else 0.0
-    waiting, slowdown = tp.backward(
-        [compute.backward_weight * share for share in model.column_shares], rows=2
-    )
+    attention, mlp = (compute.backward_weight * share for share in model.column_shares)
+    waiting, slowdown = _backward_sums(cluster, layout, [(tp, attention), (etp, mlp)], [tp, etp])
     launches = cluster.assumptions.host_layer * (4 / 3 if full_recompute else 1)
     layer = UnitTime(
         forward=compute.forward + layer_sums + cp_forward + ep_forward,
@@ -126,12 +127,12 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
         **_over_dp(
             cluster,
             layout,
-            layer_state(model, layout.tp, layout.ep),
+            layer_state(model, layout),
             replicated_parameters(model),
             router=model.router,
             keys=2 * model.hidden * kv_columns(model, layout.tp),
             copies=kv_copies(model.groups, layout.tp),
-            experts=layer_experts(model, layout.tp, layout.ep) if layout.ep > 1 else 0,
+            experts=layer_experts(model, layout) if layout.expert_sums_apart else 0,
         ),
     ).launched_in(launches)
 
@@ -154,7 +155,8 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
         tp=tp.enter + tp.leave,
         **embedding_dp,
     )
-    waiting, slowdown = tp.backward([compute.head_backward_weight], rows=0)
+    columns = [(tp, compute.head_backward_weight)]
+    waiting, slowdown = _backward_sums(cluster, layout, columns, [])
     head = UnitTime(
         forward=compute.head_forward + tp.enter + tp.loss,
         backward_input=compute.head_backward_input + waiting + slowdown,
@@ -216,11 +218,12 @@ def expert_seconds(
     backward.
 
     An all-to-all of the rows to their experts and one of the results back, each way, and ahead of
-    forward's one of counts. Nothing hides them. The ranks of ep are neighbours among dp x cp.
+    forward's one of counts. Nothing hides them. The ranks of ep are neighbours among those that
+    route different tokens.
     """
     in_steps = cluster.framework.pairwise
     rows, counts = (
-        all_to_all_seconds(cluster, nbytes, layout.tp, layout.ep, in_steps)
+        all_to_all_seconds(cluster, nbytes, layout.expert_tp, layout.ep, in_steps)
         for nbytes in expert_bytes(model, layout, length)
     )
     return counts + 2 * rows, 2 * rows
@@ -250,7 +253,9 @@ def ring_seconds(
 
 
 class _TensorParallel:
-    """The collectives over tp in one microbatch, in seconds.
+    """The collectives over `ranks` neighbours of tp in one microbatch, in seconds.
+
+    They are of the tokens of these ranks: of all tokens, but for experts where etp is less than tp.
 
     gather   an all-gather or a reduce-scatter of the activations, half of an all-reduce
     enter    before a column-parallel layer: the all-gather of sequence parallelism, or none
@@ -259,33 +264,37 @@ class _TensorParallel:
              target's logit, in 32 bits at least
     """
 
-    def __init__(self, model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> None:
-        self.layout = layout
-        self.cluster = cluster
-        tokens = layout.tokens(length)
-        t = layout.tp
+    def __init__(
+        self, model: ModelShape, layout: Layout, cluster: Cluster, length: int, ranks: int
+    ) -> None:
+        tokens = layout.tokens(length) * ranks // layout.tp
         width = layout.precision.parameters
-        self.gather = gather_seconds(cluster, tokens * model.hidden * width, 1, t)
+        self.gather = gather_seconds(cluster, tokens * model.hidden * width, 1, ranks)
         self.enter = self.gather if layout.sequence_parallel else 0.0
         self.leave = self.gather if layout.sequence_parallel else 2 * self.gather
-        maxima = gather_seconds(cluster, tokens * max(4, width), 1, t)
-        sums = gather_seconds(cluster, 2 * tokens * max(4, width), 1, t)
+        maxima = gather_seconds(cluster, tokens * max(4, width), 1, ranks)
+        sums = gather_seconds(cluster, 2 * tokens * max(4, width), 1, ranks)
         self.loss = 2 * maxima + 2 * sums
 
-    def backward(self, columns: Sequence[float], rows: int) -> tuple[float, float]:
-        """Return (seconds that backward waits, seconds that hidden collectives cost the
-        computation).
 
-        `columns` has the seconds of each column-parallel layer's weight gradient. The sum of such a
-        layer's input gradient hides behind it, unless the schedule splits I from W or the framework
-        waits (Framework.hidden_sums). Each of the `rows` row-parallel layers gathers its gradient
-        under sequence parallelism, and nothing hides that.
-        """
-        hidden = 0.0
-        if self.cluster.framework.hidden_sums and not self.layout.splits_backward:
-            hidden = sum(min(self.leave, seconds) for seconds in columns)
-        waiting = len(columns) * self.leave - hidden + rows * self.enter
-        return waiting, self.cluster.assumptions.contention * hidden
+def _backward_sums(
+    cluster: Cluster,
+    layout: Layout,
+    columns: Sequence[tuple[_TensorParallel, float]],
+    rows: Sequence[_TensorParallel],
+) -> tuple[float, float]:
+    """Return (seconds that backward waits, seconds that hidden collectives cost the computation).
+
+    `columns` has the ranks of each column-parallel layer, and the seconds of its weight gradient.
+    The sum of its input gradient hides behind that, unless the schedule splits I from W or the
+    framework waits (Framework.hidden_sums). Each of the `rows`, row-parallel layers, gathers its
+    gradient under sequence parallelism, and nothing hides that.
+    """
+    hidden = 0.0
+    if cluster.framework.hidden_sums and not layout.splits_backward:
+        hidden = sum(min(over.leave, seconds) for over, seconds in columns)
+    waiting = sum(over.leave for over, _ in columns) - hidden + sum(over.enter for over in rows)
+    return waiting, cluster.assumptions.contention * hidden
 
 
 def _over_dp(
@@ -298,19 +307,20 @@ def _over_dp(
     `replicated` of them are on every tp rank, among them a `router`, whose gradient is summed over
     tp even without sequence parallelism. If several ranks have `copies` of the same heads, the
     gradients of those `keys` and values are summed over these ranks. `experts` of them travel in a
-    bucket of their own, over the ranks that hold the same ones.
+    bucket of their own, over the ranks that hold the same parts.
     """
     precision = layout.precision
     t = layout.tp
     s = layout.shards
     q = layout.zero_replicas
-    buckets = [(parameters - experts, 1)]
+    buckets = [(parameters - experts, t, s)]
     if experts:
-        buckets.append((experts, layout.ep))
+        buckets.append((experts, layout.expert_copy, layout.expert_shards))
 
     def over_shards(collective: Callable[..., float], width: int) -> float:
         seconds = [
-            collective(cluster, elements * width, t * fold, s // fold) for elements, fold in buckets
+            collective(cluster, elements * width, stride, ranks)
+            for elements, stride, ranks in buckets
         ]
         return max(seconds) if cluster.framework.parallel_messages else sum(seconds)
 

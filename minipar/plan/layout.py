@@ -29,8 +29,11 @@ class Layout:
     the global batch is dp * microbatch * microbatches. Attention is "stored" if its scores are kept
     for backward. It is "flash" if they are computed tile by tile, and once more in backward (Dao et
     al. 2022, arXiv 2205.14135). Context parallelism's ring and all-gather always compute it so.
-    `context_parallel` and `cp_order` say how its cp ranks share each sample's tokens. `ep`
-    neighbours among the ranks of dp x cp each hold 1/ep of every layer's experts.
+    `context_parallel` and `cp_order` say how its cp ranks share each sample's tokens.
+
+    Experts have a mesh of their own over the ranks of a stage: dp cp tp = edp ep etp. `etp`
+    neighbours of tp (None: all) have parts of one expert, and `ep` ranks of dp cp tp/etp each hold
+    1/ep of every layer's experts.
     """
 
     dp: int
@@ -50,6 +53,7 @@ class Layout:
     context_parallel: str = "ring"
     cp_order: str = "zigzag"
     ep: int = 1
+    etp: int | None = None
 
     @property
     def gpus(self) -> int:
@@ -66,7 +70,7 @@ class Layout:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Return the mesh, and ep, which is folded from dp x cp."""
+        """Return the mesh, and ep, which is folded from dp x cp x tp."""
         return *self.mesh, self.ep
 
     @property
@@ -89,11 +93,26 @@ class Layout:
         return self.replicas // self.zero_replicas
 
     @property
+    def expert_tp(self) -> int:
+        """Return the number of neighbours of tp that have parts of one expert: etp."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_copy(self) -> int:
+        """Return the number of neighbours that hold all of a layer's experts once: ep etp."""
+        return self.ep * self.expert_tp
+
+    @property
+    def expert_sums_apart(self) -> bool:
+        """Return whether experts' gradients are summed over other ranks than all else's."""
+        return self.ep > 1 or self.expert_tp < self.tp
+
+    @property
     def expert_shards(self) -> int:
-        """Return the number of ranks over which ZeRO shards experts, those that hold the same ones:
-        dp cp/ep.
+        """Return the number of ranks over which ZeRO shards experts, those that hold the same
+        parts: edp.
         """
-        return self.replicas // self.ep
+        return self.replicas * self.tp // self.expert_copy
 
     @property
     def splits_backward(self) -> bool:
@@ -132,6 +151,8 @@ class Layout:
             words.insert(1, f"cp {self.cp} ({self.context_parallel}{order})")
         if self.ep > 1:
             words.insert(1 + (self.cp > 1), f"ep {self.ep}")
+        if self.expert_tp < self.tp:
+            words.insert(words.index(f"tp {self.tp}"), f"etp {self.etp}")
         words.append(f"microbatch {self.microbatch} x {self.microbatches}")
         if self.pp > 1:
             words.append(
@@ -152,13 +173,13 @@ def check_layout(
     """Raise UsageError, with the equation that does not hold, if a layout contradicts what it is
     asked to run.
     """
-    for name in ("dp", "cp", "tp", "pp", "microbatch", "microbatches", "ep"):
+    for name in ("dp", "cp", "tp", "pp", "microbatch", "microbatches", "ep", "expert_tp"):
         if getattr(layout, name) < 1:
             raise UsageError(f"{name} {getattr(layout, name)}: expected at least 1")
     dp, cp, tp, pp, ep = layout.axes
     if layout.gpus != gpus:
-        axes = f"dp*cp*tp*pp = {dp}*{cp}*{tp}*{pp}" if cp > 1 else f"dp*tp*pp = {dp}*{tp}*{pp}"
-        raise UsageError(f"{axes} = {layout.gpus}, but the cluster has {gpus} GPUs")
+        product = f"dp*cp*tp*pp = {dp}*{cp}*{tp}*{pp} = {layout.gpus}"
+        raise UsageError(f"{product}, but the cluster has {gpus} GPUs")
     if layout.samples != global_batch:
         product = f"{dp}*{layout.microbatch}*{layout.microbatches} = {layout.samples}"
         raise UsageError(
@@ -167,17 +188,20 @@ def check_layout(
     q = layout.zero_replicas
     if q > 1 and layout.zero == 0:
         raise UsageError(f"{q} replicas of shards, but ZeRO stage 0 shards nothing")
-    if layout.replicas % q:
-        ratio = f"dp*cp/replicas = {dp * cp}/{q}" if cp > 1 else f"dp/replicas = {dp}/{q}"
-        raise UsageError(f"{q} replicas of shards, but {ratio} is not a whole number")
-    check_experts(model, ep)
-    if layout.replicas % ep:
+    check_divides("dp*cp/replicas", dp * cp, q, "each replica of shards has as many ranks")
+    check_experts(model, ep, layout.etp)
+    etp = layout.expert_tp
+    check_divides("tp/etp", tp, etp, "the ranks of etp are neighbours of tp")
+    ranks = dp * cp * tp
+    check_divides("dp*cp*tp/(ep*etp)", ranks, ep * etp, "edp*ep*etp are the ranks of dp*cp*tp")
+    if etp < tp and not layout.sequence_parallel:
         raise UsageError(
-            f"dp*cp/ep = {dp}*{cp}/{ep} is not a whole number: the ranks of ep are among those of dp*cp"
+            f"etp {etp} with tp {tp}: each rank of tp routes its own tokens, which it has with "
+            "sequence parallelism"
         )
-    if ep > 1 and q > 1:
+    if layout.expert_sums_apart and q > 1:
         raise UsageError(
-            f"{q} replicas of shards: those of experts have none; give 1 replica or ep = 1"
+            f"{q} replicas of shards: those of experts have none; give 1 replica, or ep = 1 and etp = tp"
         )
     if not model.tp_divides(tp):
         raise UsageError(
@@ -194,11 +218,14 @@ def check_layout(
         check_heads(*model.rank_heads(tp), cp)
 
 
-def check_experts(model: ModelShape, ep: int) -> None:
-    """Raise UsageError if ep > 1 ranks cannot share the model's experts equally."""
-    if ep > 1 and model.experts is None:
+def check_experts(model: ModelShape, ep: int, etp: int | None) -> None:
+    """Raise UsageError if ep > 1 ranks cannot share the model's experts equally, or etp ranks cut
+    none.
+    """
+    if model.experts is None and (ep > 1 or etp is not None):
+        size = f"ep {ep}" if ep > 1 else f"etp {etp}"
         raise UsageError(
-            f"ep {ep} divides the experts of a layer; each layer of this model has one MLP, no experts"
+            f"{size} divides the experts of a layer; each layer of this model has one MLP, no experts"
         )
     check_divides("experts/ep", model.experts or 1, ep, "each rank holds whole experts")
 

@@ -8,7 +8,6 @@ that training needs. *Hardware* FLOPs include recomputation (Chowdhery et al. 20
 """
 
 import os
-import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -318,12 +317,10 @@ LLAMA_KEYS = {
 MIXTRAL_KEYS = LLAMA_KEYS | {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
 KEYS = {"gpt2": GPT2_KEYS, "llama": LLAMA_KEYS, "mixtral": MIXTRAL_KEYS}
 OPTIONAL_KEYS = ("n_inner", "num_key_value_heads")
-STEP = re.compile(r"step-(\d{8,})")  # a checkpoint of `minipar.train --save`
 
 
 def find_model(name: str) -> ModelShape:
-    """Return a model by its name, or that of a directory: with a config.json of Hugging Face, or
-    with checkpoints.
+    """Return a model by its name, or that of a directory with a config.json of Hugging Face.
 
     UsageError for an unknown name and for a file that describes no GPT-2, Llama or Mixtral.
     """
@@ -346,29 +343,12 @@ def find_model(name: str) -> ModelShape:
 
 
 def read_config(directory: str) -> tuple[Path, dict[str, Any]]:
-    """Return a directory's config.json and its path, or what stands for it in the newest
-    checkpoint. UsageError.
-    """
+    """Return a directory's config.json and its path. UsageError."""
     path = Path(directory) / "config.json"
     if os.path.exists(path):  # False, too, for a name that is too long
         return path, read_json(path)
-    if not os.path.isdir(directory):
-        known = f"neither a directory nor one of {', '.join(MODELS)}"
-        raise UsageError(f"--model {directory}: {known}{did_you_mean(suggest(directory, MODELS))}")
-    try:
-        steps = [name for name in os.listdir(directory) if STEP.fullmatch(name)]
-    except OSError as error:
-        raise UsageError(f"--model {directory}: {error.strerror}") from None
-    last = max(steps, key=lambda name: int(name.removeprefix("step-")), default="")
-    newest = Path(directory, last) / "manifest.json"
-    if not newest.exists():
-        raise UsageError(
-            f"--model {directory}: a directory without a config.json or a checkpoint of minipar.train"
-        )
-    sizes = read_json(newest).get("model")
-    if not isinstance(sizes, dict):
-        raise UsageError(f'{newest} lacks "model", or it is no object')
-    kind = "gpt2"
-    if "hidden_size" in sizes:
-        kind = "mixtral" if "num_local_experts" in sizes else "llama"
-    return newest, sizes | {"model_type": kind}
+    if os.path.isdir(directory):
+        remedy = "`minipar train --export DIR` writes one"
+        raise UsageError(f"--model {directory}: a directory without a config.json; {remedy}")
+    known = f"neither a directory nor one of {', '.join(MODELS)}"
+    raise UsageError(f"--model {directory}: {known}{did_you_mean(suggest(directory, MODELS))}")

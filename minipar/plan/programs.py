@@ -104,28 +104,20 @@ PROGRAMS = {
 def find_program(name: str) -> Program:
     """Return a program by its name, or from a JSON file with values of the user's own.
 
-    The file holds fields of Assumptions, Framework and Activations, and "like", the name of the
-    program that gives the rest (Megatron's without it). UsageError for an unknown name and for a
-    file that describes no program.
+    The file holds fields of Assumptions, and "like", the name of the program that gives the rest
+    (Megatron's without it). UsageError for an unknown name and for a file that describes no
+    program.
     """
     if name.lower() in PROGRAMS:
         return PROGRAMS[name.lower()]
-    framework = dict(vars(MEGATRON))
-    kept = vars(framework.pop("kept"))
-    fields = {**vars(Assumptions()), **framework, **kept}
-    like, values = _own_values(name, "program", PROGRAMS, fields, PROGRAM_RANGE)
+    like, values = _own_values(name, "program", PROGRAMS, vars(Assumptions()), PROGRAM_RANGE)
     like = like or "megatron"
     program = PROGRAMS[like]
-    evidence = program.evidence
-    if values:
-        evidence = f"no run was compared with these values; of {like}: {evidence}"
-    own_kept = replace(program.framework.kept, **_of(kept, values))
-    return Program(
-        framework=replace(program.framework, **_of(framework, values), kept=own_kept),
-        assumptions=replace(program.assumptions, **_of(vars(Assumptions()), values)),
-        spread=program.spread,
-        evidence=evidence,
-    )
+    if not values:
+        return program
+    evidence = f"no run was compared with these values; of {like}: {program.evidence}"
+    assumptions = replace(program.assumptions, **values)
+    return replace(program, assumptions=assumptions, evidence=evidence)
 
 
 def find_gpu(name: str) -> Gpu:
@@ -144,11 +136,6 @@ def find_gpu(name: str) -> Gpu:
     return replace(GPUS[like or "a100"], **values)
 
 
-def _of(fields: Mapping[str, object], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the values that are of these fields."""
-    return {key: value for key, value in values.items() if key in fields}
-
-
 def _own_values(
     name: str,
     kind: str,
@@ -158,7 +145,7 @@ def _own_values(
 ) -> tuple[str | None, dict[str, Any]]:
     """Return the "like" in a user's JSON file, a known name or None, and the values of fields.
 
-    UsageError unless a value is true or false as its field is, a fraction, or in the `usual` range.
+    UsageError unless a value is in the `usual` range, or is a fraction if its field is.
     """
     names = ", ".join(known)
     if not os.path.exists(name):  # False, too, for a name that is too long
@@ -175,11 +162,7 @@ def _own_values(
             question = did_you_mean(suggest(key, fields)) or "; see cluster.py"
             raise UsageError(f"{name}: no {kind} has {key[:40]!r}{question}")
         low, high = FRACTION_RANGE if key in FRACTIONS else usual
-        expected = f"a value from {low:g} to {high:g}"
-        accepted = type(value) in (int, float) and low <= value <= high
-        if isinstance(fields[key], bool):
-            expected = "true or false"
-            accepted = isinstance(value, bool)
-        if not accepted:
+        if type(value) not in (int, float) or not low <= value <= high:
+            expected = f"a value from {low:g} to {high:g}"
             raise UsageError(f"{name}: {key} is {str(value)[:40]}, expected {expected}")
     return like, values

@@ -30,22 +30,23 @@ def replicated_parameters(model: ModelShape) -> int:
     return 2 * model.norm_parameters + biases + model.router
 
 
-def layer_experts(model: ModelShape, tp: int, ep: int) -> int:
-    """Return the parameters of one layer's experts on a rank: 1/ep of the experts, and 1/tp of
+def layer_experts(model: ModelShape, layout: Layout) -> int:
+    """Return the parameters of one layer's experts on a rank: 1/ep of the experts, and 1/etp of
     each.
     """
-    return (model.experts or 0) // ep * -(-model.expert_parameters // tp)
+    return (model.experts or 0) // layout.ep * -(-model.expert_parameters // layout.expert_tp)
 
 
-def layer_state(model: ModelShape, tp: int, ep: int) -> int:
+def layer_state(model: ModelShape, layout: Layout) -> int:
     """Return the parameters of one layer on a rank: matrices and biases of column-parallel layers
-    are divided by tp.
+    are divided by tp, those of experts by etp.
 
     With fewer heads of keys than ranks, each rank has a copy of one.
     """
     whole = replicated_parameters(model)
-    dense = model.with_copies(tp).layer_parameters - layer_experts(model, 1, 1) - whole
-    return -(-dense // tp) + whole + layer_experts(model, tp, ep)
+    experts = (model.experts or 0) * model.expert_parameters
+    dense = model.with_copies(layout.tp).layer_parameters - experts - whole
+    return -(-dense // layout.tp) + whole + layer_experts(model, layout)
 
 
 def rank_parameters(model: ModelShape, layout: Layout) -> int:
@@ -56,7 +57,7 @@ def rank_parameters(model: ModelShape, layout: Layout) -> int:
     that is not tied.
     """
     table = embedding_rows(model, layout.tp)
-    layer = layer_state(model, layout.tp, layout.ep)
+    layer = layer_state(model, layout)
     parameters = table + model.positions * model.hidden
     parameters += layout.layers_per_rank(model) * layer
     if layout.pp == 1:
@@ -67,13 +68,13 @@ def rank_parameters(model: ModelShape, layout: Layout) -> int:
 
 
 def rank_buckets(model: ModelShape, layout: Layout) -> list[tuple[int, int]]:
-    """Return (parameters of the rank, ranks over which ZeRO shards them): of experts if ep > 1, and
-    of all else.
+    """Return (parameters of the rank, ranks over which ZeRO shards them): of experts if their
+    gradients are summed over other ranks, and of all else.
     """
     psi = rank_parameters(model, layout)
     experts = 0
-    if layout.ep > 1:
-        experts = layout.layers_per_rank(model) * layer_experts(model, layout.tp, layout.ep)
+    if layout.expert_sums_apart:
+        experts = layout.layers_per_rank(model) * layer_experts(model, layout)
     return [(psi - experts, layout.shards), (experts, layout.expert_shards)]
 
 
@@ -105,10 +106,11 @@ def layer_activations(
     flash attention drop the 5as/h, and "full" recomputation keeps the input alone, 2 s b h. Context
     parallelism divides all of it by c. Of a Mixtral the MLP's part counts for each of a token's k
     experts: with routing that is uniform a rank's experts get k rows for each of its tokens,
-    whatever ep.
+    whatever ep. A rank routes the tokens of etp ranks, so that it has etp/t of what is whole.
     """
     h = model.hidden
     t = layout.tp
+    routed = layout.expert_tp / t
     slices = layout.sequence_slices
     tokens = layout.tokens(length) * layout.precision.parameters
     if layout.recompute == "full":
@@ -117,9 +119,9 @@ def layer_activations(
     core = kept.scores * model.heads * length if stored else 0
     inner = kept.gated if model.gated else kept.inner
     split = kept.qkv * model.with_copies(t).qkv + kept.context * h + inner * model.active_inner
-    whole = kept.gathered * h
+    whole = kept.gathered / 2 * h * (1 + routed)  # attention's input, and the MLP's
     if model.experts is not None:
-        whole += kept.routed * model.top_k * h + kept.router * model.experts
+        whole += routed * (kept.routed * model.top_k * h + kept.router * model.experts)
     return tokens * ((kept.sliced * h + kept.rows) / slices + whole + (split + core) / t)
 
 
@@ -212,7 +214,7 @@ def moment_buffers(model: ModelShape, layout: Layout, length: int, kept: Activat
     layer, attention's.
     """
     precision = layout.precision
-    layer = layer_state(model, layout.tp, layout.ep)
+    layer = layer_state(model, layout)
     tokens = layout.tokens(length) * precision.parameters
     buffers = kept.moving * tokens * model.hidden / layout.sequence_slices
     buffers += kept.moving_whole * tokens * model.hidden
@@ -282,7 +284,8 @@ def volume(
          section 4.2.2). NB: with sequence parallelism Megatron gathers the inputs of column layers
          once more in backward; that is not counted. With copies of heads also 2 h h_kv (c-1)/c
          gradients of keys, and of values, for each layer, summed over the c ranks that have the
-         same.
+         same. Where ranks of tp hold different experts, half of a layer's 8 (or 12) is over etp
+         ranks, with etp/t of the tokens.
     pp   2 b s h for each microbatch and stage of the rank, forward and back, divided by t where
          each tp rank sends its part (Narayanan et al., section 4.1). The tied embedding's gradient,
          V h / t on the first and the last rank, is not counted.
@@ -290,12 +293,12 @@ def volume(
          stage 3, or (m + 1) psi and 3 m psi where gradients are reduced after every microbatch
          (Rajbhandari et al. 2020, section 7, for m = 1). With q replicas of the shards d is s =
          d/q, and 2 psi/s (q-1)/q are summed between replicas at each reduction. d counts the ranks
-         of dp x cp. For the experts it is d/P, the ranks that hold the same ones.
+         of dp x cp. For the experts it is edp = d t/(P etp), the ranks that hold the same parts.
     cp   the elements of parallel/traffic.py for each layer and microbatch, forward twice with full
          recompute. Context parallelism divides s by c in the lines above.
     ep   4 k b s h (P-1)/P elements for each layer and microbatch, if tokens are spread evenly: rows
          to their experts and results back, forward and backward, 6 with full recompute. Before each
-         dispatch E (P-1)/P counts of 8 bytes. Each tp rank sends whole rows.
+         dispatch E (P-1)/P counts of 8 bytes. Each tp rank sends whole rows, of etp/t of the tokens.
 
     parallel/traffic.py has minipar's traffic to the byte; these are the papers' formulas.
     """
@@ -308,7 +311,10 @@ def volume(
     # A layer's forward passes for each backward.
     forwards = 2 if layout.recompute == "full" else 1
     hidden = layout.tokens(length) * model.hidden * precision.parameters
-    tp = ring(4 * (forwards + 1) * hidden, t) * m * layers
+    # Attention's, and the MLP's, which are over etp.
+    sums = 2 * (forwards + 1) * hidden
+    etp = layout.expert_tp
+    tp = (ring(sums, t) + ring(sums, etp) * etp / t) * m * layers
     copied = 2 * model.hidden * kv_columns(model, t) * precision.gradients
     tp += ring(2 * copied, kv_copies(model.groups, t)) * layers
     pp = Fraction(0)
@@ -335,10 +341,10 @@ def ring(nbytes: int, ranks: int) -> Fraction:
 
 
 def expert_bytes(model: ModelShape, layout: Layout, length: int) -> tuple[int, int]:
-    """Return the bytes of a microbatch's rows, k b s h elements, and of their counts, 8 for each
-    expert, if ep > 1.
+    """Return the bytes of a microbatch's rows, k b s h etp/t elements, and of their counts, 8 for
+    each expert, if ep > 1.
     """
     if layout.ep == 1 or model.experts is None:
         return 0, 0
-    rows = model.top_k * layout.tokens(length) * model.hidden
+    rows = model.top_k * layout.tokens(length) * model.hidden * layout.expert_tp // layout.tp
     return rows * layout.precision.parameters, 8 * model.experts

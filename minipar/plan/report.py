@@ -76,7 +76,7 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
 
 def _settings_json(layout: Layout) -> dict[str, Any]:
     """Return a layout's settings by the names of the command line."""
-    settings = vars(layout) | {"zero_stage": layout.zero}
+    settings = vars(layout) | {"zero_stage": layout.zero, "etp": layout.expert_tp}
     for name in ("zero", "precision"):
         del settings[name]
     if layout.cp == 1:
@@ -87,18 +87,8 @@ def _settings_json(layout: Layout) -> dict[str, Any]:
 
 
 def _mesh_json(candidate: Candidate) -> dict[str, Any]:
-    layout = candidate.layout
-    return {
-        "dp": layout.dp,
-        "cp": layout.cp,
-        "ep": layout.ep,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "zero_stage": layout.zero,
-        "recompute": layout.recompute,
-        "seconds": candidate.seconds,
-        "memory_bytes": candidate.nbytes,
-    }
+    own = {"seconds": candidate.seconds, "memory_bytes": candidate.nbytes}
+    return _settings_json(candidate.layout) | own
 
 
 def _plan_json(request: Request, plan: Plan, winner: Plan) -> dict[str, Any]:
@@ -217,6 +207,7 @@ def _settings(layout: Layout) -> Row:
         "cp": f"{layout.cp} {layout.context_parallel}" if layout.cp > 1 else "1",
         "ep": f"{layout.ep}",
         "tp": f"{layout.tp}",
+        "etp": f"{layout.expert_tp}",
         "pp": f"{layout.pp}",
         "ZeRO": f"{layout.zero}{replicas}",
         "microbatch": f"{layout.microbatch} x {layout.microbatches}",
@@ -262,10 +253,10 @@ def _ties(plans: Sequence[Plan], spread: float) -> str:
 
 
 def _numbered(request: Request, rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table of the plans, without cp's and ep's columns where the search has
-    none.
+    """Return the lines of a table of the plans, without the columns of cp, ep and etp where the search
+    has none.
     """
-    tries = {"cp": request.tries_cp, "ep": request.tries_ep}
+    tries = {"cp": request.tries_cp, "ep": request.tries_ep, "etp": request.tries_etp}
     # The last word of a name is the axis: also of "GB cp".
     shown = [name for name in rows[0] if tries.get(name.split()[-1], True)]
     numbered = [[f"{n}.", *(row[name] for name in shown)] for n, row in enumerate(rows, start=1)]

@@ -12,7 +12,8 @@ CONTEXT = (
 )
 EXPERTS = (
     "ep: tokens are spread evenly over the experts; every all-to-all is waited for, its messages one after the other "
-    "on a GPU's own link, and each tp rank sends whole rows; ZeRO shards experts over dp x cp / ep"
+    "on a GPU's own link, and each tp rank sends whole rows, of etp/tp of the tokens; ZeRO shards experts over "
+    "dp x cp x tp / (ep x etp)"
 )
 
 
@@ -45,6 +46,11 @@ class Request(Question):
     def tries_ep(self) -> bool:
         """Return whether the search has layouts with expert parallelism."""
         return max(self.space.expert_sizes(self.model, 0, MOST)) > 1
+
+    @property
+    def tries_etp(self) -> bool:
+        """Return whether the search has layouts in which not all of tp cut an expert."""
+        return self.model.experts is not None and self.space.tp != 1
 
 
 def assumptions(request: Request) -> list[str]:

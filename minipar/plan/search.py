@@ -14,7 +14,7 @@ from minipar.plan.space import EVERYTHING, Question, SearchSpace
 from minipar.plan.step_time import StepTime, step_time
 
 TOP = 5  # plans that are simulated and shown
-MOST_LAYOUTS = 20_000  # a search through as many takes some ten seconds
+MOST_LAYOUTS = 25_000  # a search through as many takes some ten seconds
 # Actions in a search, some ten seconds too; plans after them keep their closed form.
 MOST_SIMULATED = 150_000
 
@@ -49,8 +49,8 @@ class Candidate:
 class SearchResult:
     """The outcome of a search.
 
-    plans      the fastest layout of each of the best meshes (dp, cp, tp, pp, and ep), simulated,
-               fastest first
+    plans      the fastest layout of each of the best meshes (dp, cp, tp, pp, ep and etp),
+               simulated, fastest first
     examined   the number of layouts, of which `fitting` fit
     meshes     the fastest layout of each mesh in closed form, fastest first
     """
@@ -90,8 +90,9 @@ def plan(
             continue
         fitting += 1
         seconds = step_time(model, layout, cluster, length, exact=False).total
-        if layout.axes not in best or seconds < best[layout.axes].seconds:
-            best[layout.axes] = Candidate(seconds=seconds, nbytes=nbytes, layout=layout)
+        mesh = *layout.axes, layout.expert_tp
+        if mesh not in best or seconds < best[mesh].seconds:
+            best[mesh] = Candidate(seconds=seconds, nbytes=nbytes, layout=layout)
     if not best:
         raise UsageError(nothing_fits(question))
     candidates = sorted(best.values(), key=lambda candidate: candidate.seconds)

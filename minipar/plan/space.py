@@ -45,6 +45,7 @@ class SearchSpace:
     context_parallel: str | None = None
     cp_order: str = "zigzag"
     ep: Sizes | None = None
+    etp: Sizes | None = None
 
     def context_sizes(self, length: int) -> list[int]:
         """Return the sizes of cp to try for sequences of `length` tokens. UsageError if a given one
@@ -71,9 +72,25 @@ class SearchSpace:
         whole = all(heads % cp == 0 for heads in model.rank_heads(tp))
         return [method for method in methods if whole or method != "ulysses"]
 
-    def expert_sizes(self, model: ModelShape, replicas: int, near: int) -> list[int]:
-        """Return the sizes of ep to try on so many ranks of dp x cp. UsageError if a given one
-        divides no experts.
+    def expert_meshes(
+        self, model: ModelShape, replicas: int, tp: int, per_host: int
+    ) -> list[tuple[int, int]]:
+        """Return the (ep, etp) to try: experts that are cut over all of tp, and whole ones."""
+        if self.etp is None:
+            cuts = [tp] if model.experts is None else sorted({1, tp})
+        else:
+            for etp in each(self.etp):
+                check_experts(model, 1, etp)
+            cuts = [etp for etp in each(self.etp) if tp % etp == 0]
+        return [
+            (ep, etp)
+            for etp in cuts
+            for ep in self.expert_sizes(model, replicas * tp // etp, per_host // etp)
+        ]
+
+    def expert_sizes(self, model: ModelShape, ranks: int, near: int) -> list[int]:
+        """Return the sizes of ep to try on so many ranks that route different tokens. UsageError if
+        a given one divides no experts.
 
         Only one that the user has fixed goes over hosts: `near` of the ranks share one.
         """
@@ -82,20 +99,19 @@ class SearchSpace:
         else:
             sizes = each(self.ep)
         for ep in sizes:
-            check_experts(model, ep)
-        return [ep for ep in sizes if replicas % ep == 0]
+            check_experts(model, ep, etp=None)
+        return [ep for ep in sizes if ranks % ep == 0]
 
-    def shards(self, model: ModelShape, replicas: int, near: int) -> list[tuple[int, int, int]]:
-        """Return the (ep, ZeRO stage, replicas of ZeRO's shards) to try on the ranks of dp x cp.
+    def shards(self, replicas: int) -> list[tuple[int, int]]:
+        """Return the (ZeRO stage, replicas of ZeRO's shards) to try on the ranks of dp x cp.
 
-        With one rank there is nothing to shard. Shards have no replicas with ep.
+        With one rank there is nothing to shard.
         """
-        sizes = self.expert_sizes(model, replicas, near)
         stages = each(self.zero) if replicas > 1 else [0]
         return [
-            (ep, zero, q)
-            for ep, zero, q in product(sizes, stages, each(self.zero_replicas))
-            if q == 1 or (zero > 0 and ep == 1 and replicas % q == 0)
+            (zero, q)
+            for zero, q in product(stages, each(self.zero_replicas))
+            if q == 1 or (zero > 0 and replicas % q == 0)
         ]
 
     def recomputations(self, schedule: str) -> Sequence[str]:
@@ -159,14 +175,15 @@ def layouts(
     """
     balanced = cluster.framework.balanced_stages
     for tp, cp, pp, dp in meshes(model, cluster, global_batch, space, length):
-        shards = space.shards(model, dp * cp, cluster.per_host // tp)
+        meshes_of_experts = space.expert_meshes(model, dp * cp, tp, cluster.per_host)
+        shards = space.shards(dp * cp)
         methods = space.context_methods(model, tp, cp)
         for microbatch in microbatch_sizes(global_batch // dp, space, cp):
             m = global_batch // dp // microbatch
             for schedule, v in schedules(model, pp, m, space.schedule, balanced):
                 choices = space.recomputations(schedule), space.sequence_choices(tp), methods
-                for (ep, zero, q), recompute, sequence_parallel, method in product(
-                    shards, *choices
+                for (ep, etp), (zero, q), recompute, sequence_parallel, method in product(
+                    meshes_of_experts, shards, *choices
                 ):
                     layout = Layout(
                         dp=dp,
@@ -186,9 +203,24 @@ def layouts(
                         context_parallel=method,
                         cp_order=space.cp_order,
                         ep=ep,
+                        etp=etp if etp < tp else None,
                     )
-                    if recompute != "selective" or layout.stores_scores:
+                    if can_run(layout):
                         yield layout
+
+
+def can_run(layout: Layout) -> bool:
+    """Return whether the choices of a layout go together.
+
+    Selective recomputation computes stored scores again. Shards of experts have no replicas. Each
+    rank of tp routes its own tokens, where experts are not cut over all of them: sequence
+    parallelism divides these.
+    """
+    if layout.recompute == "selective" and not layout.stores_scores:
+        return False
+    if layout.zero_replicas > 1 and layout.expert_sums_apart:
+        return False
+    return layout.sequence_parallel or layout.expert_tp == layout.tp
 
 
 def meshes(

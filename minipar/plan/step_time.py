@@ -82,7 +82,7 @@ def step_time(
     scalar_tp = scalar_seconds(cluster, 1, layout.tp)
     scalar_dp = scalar_seconds(cluster, layout.tp, layout.replicas)
     scalar_pp = scalar_seconds(cluster, layout.tp * layout.replicas, layout.pp)
-    sums = layout.zero or layout.ep > 1
+    sums = layout.zero or layout.expert_sums_apart
     dp += scalar_dp + (scalar_seconds(cluster, layout.tp, layout.shards) if sums else 0.0)
     return replace(
         passes,

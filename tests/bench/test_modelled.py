@@ -48,7 +48,7 @@ MISTAKES = [
     (1, "", "--dp 2 --data /nowhere", "takes one step of random tokens"),
     (1, "", "--dp 2048 --global-batch 2048", "2048 ranks, --reduction ring: at most 1024"),
     (1, "", "--dp 2 --reduction ordered", "2 ranks, --reduction ordered: at most 1024, and ring"),
-    (1, "", "--model mixtral --tp 2 --etp 1 --sequence-parallel", "--etp 1 with --tp 2: the planner has --etp T alone"),
+    (1, "", "--model mixtral --tp 4 --etp 3 --sequence-parallel", "tp/etp = 4/3 is not a whole number"),
     (1, "", "--dp 3", "global-batch 32 is not divisible by dp*microbatches = 3*1 = 3"),
 ]
 

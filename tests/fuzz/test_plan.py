@@ -25,7 +25,7 @@ def test_a_gpu_file_plans_or_is_refused(fuzzed):
     assert 0 < count.succeeded < count.cases
 
 
-PROGRAM = {"like": "nanotron", "products": 0.5, "host_layer": 1e-3, "pairwise": False, "logits": 3}
+PROGRAM = {"like": "nanotron", "products": 0.5, "host_layer": 1e-3}
 
 
 def program_case(name: str, content: bytes | str) -> Case:
@@ -55,17 +55,6 @@ def test_a_models_directory_plans_or_is_refused(fuzzed):
     assert 0 < count.succeeded < count.cases
 
 
-def checkpoint_case(name: str, content: bytes | str) -> Case:
-    return Case(("--model", name, "--gpu", "a100", *SMALL), {f"{name}/step-00000001/manifest.json": content})
-
-
-def test_a_directory_of_checkpoints_plans_or_is_refused(fuzzed):
-    shapes = [{key: value for key, value in shape.items() if key != "model_type"} for shape in (GPT2, LLAMA | MIXTRAL)]
-    contents = or_no_file(json_files({"model": shapes[0]}) | json_files({"model": shapes[1], "step": 1}))
-    count = fuzzed(PLAN, cases(checkpoint_case, name=names(), content=contents), share=0.12, warm=WARM)
-    assert 0 < count.succeeded < count.cases
-
-
 FLAGS = {
     "--model": ["gpt2", "gpt2-xl", "llama-3-8b", "mixtral-8x7b", "megatron-1t", "GPT2", "directory"],
     "--gpu": ["a100", "v100", "H100", "h200"],
@@ -81,6 +70,7 @@ FLAGS = {
     "--pp": ["1", "2", "8"],
     "--cp": ["1", "2", "1,2,4", "3"],
     "--ep": ["1", "2", "1,2,4", "3"],
+    "--etp": ["1", "2", "1,2,4", "3"],
     "--context-parallel": ["ring", "all-gather", "ulysses"],
     "--cp-order": ["zigzag", "contiguous"],
     "--microbatch": ["1", "2"],

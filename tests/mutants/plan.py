@@ -32,7 +32,7 @@ MUTANTS = [
     *mistakes(
         "minipar/plan/compute.py",
         "plan/test_compute.py plan/test_step_time.py",
-        ("compute: a layer's sums in one direction", "layer_sums = 4 * tp.gather", "layer_sums = 2 * tp.gather"),
+        ("compute: a layer's sums in one direction", "layer_sums = 2 * tp.gather +", "layer_sums = tp.gather +"),
         (
             "compute: ZeRO all-reduces its gradients",
             "reduce if layout.zero else cluster.assumptions.all_reduce * reduce",
@@ -67,7 +67,21 @@ MUTANTS = [
             "ep_again = ep_forward if full_recompute",
             "ep_again = 0.0 if True",
         ),
-        ("compute: experts are summed over all of dp", "t * fold, s // fold) for", "t, s) for"),
+        (
+            "compute: experts are summed over all of dp",
+            "buckets.append((experts, layout.expert_copy, layout.expert_shards))",
+            "buckets.append((experts, t, s))",
+        ),
+        (
+            "compute: an MLP of whole experts is summed over tp",
+            "length, layout.expert_tp)  # the",
+            "length, layout.tp)  # the",
+        ),
+        (
+            "compute: the ranks of ep are those of dp",
+            "nbytes, layout.expert_tp, layout.ep",
+            "nbytes, layout.tp, layout.ep",
+        ),
         (
             "compute: results stay with their experts",
             "return counts + 2 * rows, 2 * rows",
@@ -114,8 +128,16 @@ MUTANTS = [
         "plan/test_rank_bytes.py",
         ("bytes: 1f1b keeps every microbatch", "return min(m, p)\n", "return m\n"),
         ("bytes: a recomputed layer's input is whole", "return tokens * h / slices", "return tokens * h"),
-        ("bytes: recompute sends nothing again", "ring(4 * (forwards + 1) * hidden, t)", "ring(8 * hidden, t)"),
+        ("bytes: recompute sends nothing again", "sums = 2 * (forwards + 1) * hidden", "sums = 4 * hidden"),
         ("bytes: stage 3 gathers once for all microbatches", "3: (2 * m, each)", "3: (2, each)"),
+        ("bytes: whole experts are entered over tp", "ring(sums, etp) * etp / t", "ring(sums, t)"),
+        ("bytes: each tp rank routes all tokens", "model.hidden * layout.expert_tp // layout.tp", "model.hidden"),
+        ("bytes: each tp rank keeps all rows", "routed = layout.expert_tp / t", "routed = 1"),
+        (
+            "bytes: experts are cut over all of tp",
+            "expert_parameters // layout.expert_tp)",
+            "expert_parameters // layout.tp)",
+        ),
     ),
     *mistakes(
         "minipar/plan/search.py",
@@ -125,11 +147,7 @@ MUTANTS = [
             "if nbytes > cluster.usable_memory:",
             "if nbytes > cluster.gpu.memory:",
         ),
-        (
-            "search: the slowest layout of each mesh",
-            "seconds < best[layout.axes].seconds",
-            "seconds > best[layout.axes].seconds",
-        ),
+        ("search: the slowest layout of each mesh", "seconds < best[mesh].seconds", "seconds > best[mesh].seconds"),
         ("search: plans in the closed form's order", "plans.sort(key=lambda plan: plan.time.total)", "pass"),
         ("search: TFLOP/s of the whole cluster", "/ time.total / cluster.gpus / 1e12", "/ time.total / 1e12"),
     ),
@@ -193,11 +211,6 @@ MUTANTS = [
         "minipar/plan/layout.py",
         "plan/test_report.py",
         ("command: samples of one replica", "self.dp * self.microbatch * self", "self.microbatch * self"),
-    ),
-    *mistakes(
-        "minipar/plan/model.py",
-        "plan/test_report.py",
-        ("model: the oldest checkpoint", "last = max(steps", "last = min(steps"),
     ),
     *mistakes(
         "minipar/plan/__main__.py",

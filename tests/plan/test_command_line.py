@@ -106,7 +106,7 @@ def test_a_full_disk_for_json_is_one_line(capsys):
 def test_too_many_layouts_are_refused_at_once(capsys):
     """Nearly 40,000 of them would take a minute."""
     assert main(changed(gpus=str(1 << 20), gpus_per_node=str(1 << 20), global_batch=str(1 << 24), seq_len="64")) == 2
-    assert "more than 20000 layouts: narrow the search, with --tp" in capsys.readouterr().err
+    assert "more than 25000 layouts: narrow the search, with --tp" in capsys.readouterr().err
 
 
 def test_plans_beyond_the_most_actions_are_not_simulated(monkeypatch):
@@ -193,7 +193,7 @@ def test_experts_are_shared_over_ep(tmp_path, capsys):
     assert (found["model"]["active_parameters"], found["model"]["experts"]) == (12_879_925_248, 8)
     best = found["plans"][0]
     assert best["ep"] == 8 and best["seconds"]["ep"] > 0 < best["communication_bytes"]["ep"]
-    axes = [tuple(mesh[axis] for axis in ("dp", "cp", "ep", "tp", "pp")) for mesh in found["meshes"]]
+    axes = [tuple(mesh[axis] for axis in ("dp", "cp", "ep", "tp", "etp", "pp")) for mesh in found["meshes"]]
     assert len(set(axes)) == len(axes)
     assert visualize(["plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "plan.png")]) == 0
 
@@ -202,7 +202,11 @@ def test_experts_are_shared_over_ep(tmp_path, capsys):
 def test_ep_narrows_the_search_and_goes_over_hosts_if_asked():
     assert {one["ep"] for one in found_plans(**MIXTRAL, ep="1,4", top="50")} == {1, 4}
     narrow = {"tp": "4", "top": "50"}
-    assert max(one["ep"] for one in found_plans(**MIXTRAL, **narrow)) == 2
+    assert {(one["ep"], one["etp"]) for one in found_plans(**MIXTRAL, **narrow)} == {
+        *((ep, 4) for ep in (1, 2)),
+        *((ep, 1) for ep in (1, 2, 4, 8)),
+    }
+    assert {one["etp"] for one in found_plans(**MIXTRAL, **narrow, etp="2,8")} == {2}
     assert {one["ep"] for one in found_plans(**MIXTRAL, **narrow, ep="8")} == {8}
 
 
@@ -296,8 +300,10 @@ def test_the_picture_is_drawn_from_the_file(tmp_path, capsys):
         (MIXTRAL | {"ep": "2,3"}, "experts/ep = 8/3 is not a whole number: each rank holds whole experts"),
         (MIXTRAL | {"ep": "3", "dp": "4", "cp": "1"}, "experts/ep = 8/3 is not a whole number"),
         (MIXTRAL | {"ep": "16"}, "experts/ep = 8/16 is not a whole number"),
-        (MIXTRAL | {"ep": "8", "dp": "4", "cp": "1"}, "no layout divides with dp 4, cp 1, ep 8"),
-        (MIXTRAL | {"ep": "8", "dp": "4"}, "no layout divides with dp 4, ep 8"),
+        (MIXTRAL | {"ep": "8", "dp": "4", "cp": "1", "tp": "1"}, "no layout divides with dp 4, tp 1, cp 1, ep 8"),
+        (MIXTRAL | {"ep": "8", "dp": "4", "etp": "3"}, "no layout divides with dp 4, ep 8, etp 3"),
+        (MIXTRAL | {"tp": "4", "etp": "1", "sequence_parallel": "off"}, "etp below tp needs sequence parallelism"),
+        ({"etp": "1"}, "etp 1 divides the experts of a layer; each layer of this model has one MLP, no experts"),
         (MIXTRAL | {"ep": "2", "zero_replicas": "2"}, "no layout divides with replicas of shards 2, ep 2"),
         (MIXTRAL | {"ep": "1", "tp": "1", "pp": "1", "zero_stage": "1"}, "What would fit: --zero-stage "),
         ({"zero_stage": "0,4"}, "--zero-stage"),

@@ -218,15 +218,21 @@ MEGATRON_MIXTRAL = {"mixtral-8x7b": (64, 256, 16, 8, 1, 4, 8), "mixtral-8x22b": 
 MIXTRAL_SPACE = SearchSpace(attention="flash", precision=PRECISIONS["bf16"])
 
 
+def cut_over_all_of_tp(model, cluster, space):
+    """The fastest layouts whose experts are cut over all of tp, fastest first: v0.8 had no others."""
+    meshes = plan(model, cluster, 256, 4096, space, top=1).meshes
+    return [candidate.layout for candidate in meshes if candidate.layout.etp is None]
+
+
 @pytest.mark.parametrize("name", MEGATRON_MIXTRAL)
 def test_megatrons_layout_of_a_mixtral_is_the_planners(name):
-    """With nothing given but the schedule, which is Megatron-LM's. For the 8x7B four stages per rank are predicted to
-    be 1 % faster than their eight.
+    """With nothing given but the schedule, which is Megatron-LM's, and experts cut over all of tp. For the 8x7B four
+    stages per rank are predicted to be 1 % faster than their eight.
     """
     gpus, batch, dp, ep, tp, pp, v = MEGATRON_MIXTRAL[name]
     model, cluster = find_model(name), Cluster(GPUS["h100"], gpus)
     space = replace(MIXTRAL_SPACE, schedule="interleaved-1f1b")
-    best = plan(model, cluster, batch, 4096, space, top=1).plans[0].layout
+    best = cut_over_all_of_tp(model, cluster, space)[0]
     assert best.axes == (dp, 1, tp, pp, ep) and best.microbatch == 1
     assert (best.zero, best.recompute, best.virtual_stages) == (1, "none", 4 if name == "mixtral-8x7b" else v)
     theirs, ours = (
@@ -237,15 +243,27 @@ def test_megatrons_layout_of_a_mixtral_is_the_planners(name):
 
 def test_with_zb_h1_mixtral_8x22b_needs_no_ep():
     model, cluster = find_model("mixtral-8x22b"), Cluster(GPUS["h100"], 128)
-    best, theirs = plan(model, cluster, 256, 4096, replace(MIXTRAL_SPACE, tp=4, pp=8), top=2).plans
+    layouts = cut_over_all_of_tp(model, cluster, replace(MIXTRAL_SPACE, tp=4, pp=8))
+    best, theirs = (judge(model, one, cluster, 256, 4096) for one in layouts[:2])
     assert (best.layout.ep, best.layout.schedule, theirs.layout.ep) == (1, "zb-h1", 2)
     assert theirs.time.total / best.time.total == pytest.approx(1.012, abs=0.005)
+
+
+def test_whole_experts_save_8_percent_of_mixtral_8x22bs_step():
+    """Since Megatron-Core has `--expert-tensor-parallel-size`, its README says that this "often gets better MFU"."""
+    model, cluster = find_model("mixtral-8x22b"), Cluster(GPUS["h100"], 128)
+    cut = judge(model, cut_over_all_of_tp(model, cluster, MIXTRAL_SPACE)[0], cluster, 256, 4096)
+    best = plan(model, cluster, 256, 4096, MIXTRAL_SPACE, top=1).plans[0]
+    assert (best.layout.axes, best.layout.etp) == ((8, 1, 4, 4, 8), 1)
+    assert best.time.total / cut.time.total == pytest.approx(0.917, abs=0.005)
+    assert (round(best.time.total, 2), round(cut.time.total, 2)) == (5.05, 5.51)
 
 
 def test_mixtral_8x7bs_step_is_14_percent_too_slow():
     """The same README: 468 TFLOP/s per GPU (v0.9). And "EP8TP1 is better than EP4TP2 for 8x7B"."""
     model, cluster, space = find_model("mixtral-8x7b"), Cluster(GPUS["h100"], 64), replace(MIXTRAL_SPACE, pp=4)
-    best, other = (plan(model, cluster, 256, 4096, replace(space, tp=8 // ep, ep=ep), top=1).plans[0] for ep in (8, 4))
+    cut = [replace(space, tp=8 // ep, etp=8 // ep, ep=ep) for ep in (8, 4)]
+    best, other = (plan(model, cluster, 256, 4096, one, top=1).plans[0] for one in cut)
     assert best.tflops / 468 == pytest.approx(0.858, abs=0.01)
     assert other.time.total / best.time.total == pytest.approx(1.039, abs=0.01)
 
@@ -257,14 +275,18 @@ def test_planning_md_shows_mixtrals_plans():
     for rank, best in enumerate(result.plans, start=1):
         one, time = best.layout, best.time
         assert (one.zero, one.microbatch, one.recompute) == (1, 1, "none")
-        words = [str(rank), f"dp {one.dp}, ep {one.ep}, tp {one.tp}, pp {one.pp}"]
+        words = [str(rank), f"dp {one.dp}, ep {one.ep}, etp {one.expert_tp}, tp {one.tp}, pp {one.pp}"]
         words.append(one.schedule + (f" v={one.virtual_stages}" if one.virtual_stages > 1 else ""))
         words.append(f"{best.memory.total / 1e9:.1f}")
         words += [f"{part:.2f}" for part in (time.total, time.ep, time.tp, time.dp, time.pp, time.bubble)]
         rows.append(f"| {' | '.join(words)} |")
     text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
     assert "\n".join(rows) in text
-    first = result.plans[0].layout
+    assert all(best.layout.expert_tp == 1 for best in result.plans)
+    tp_2 = next(one for one in cut_over_all_of_tp(model, cluster, MIXTRAL_SPACE) if one.tp == 2)
+    assert round(judge(model, tp_2, cluster, 256, 4096).time.total, 2) == 3.50
+    first = cut_over_all_of_tp(model, cluster, replace(MIXTRAL_SPACE, schedule="interleaved-1f1b"))[0]
+    assert round(judge(model, first, cluster, 256, 4096).time.total, 2) == 3.38
     held = [judge(model, replace(first, ep=ep), cluster, 256, 4096) for ep in (1, 2, 4, 8)]
     assert [round(one.memory.total / 1e9, 1) for one in held] == [129.6, 95.8, 78.9, 70.4]
     assert round(held[0].time.total, 2) == 3.35

@@ -114,7 +114,7 @@ def test_ranks_with_copies_hold_and_send_what_training_does(tp, kv_heads):
     model = ModelShape(1, 64, 8, 16, kv_heads=kv_heads, ffn=48, gated=True, tied=False, biases=False, norm_biases=False)
     one, two = (StepLayout(LlamaConfig(16, 64, 48, layers, 8, kv_heads, 8), 8, 1, 1, 2, tp=tp) for layers in (1, 2))
     held = [p.dp.size for p in one.placements() if ".layers." in p.name]
-    assert layer_state(model, tp, 1) == sum(held)
+    assert layer_state(model, layout(tp=tp)) == sum(held)
     sent = volume(model, layout(tp=tp, precision=PRECISIONS["fp16"]), 8).tp
     assert sent == tp_bytes(two, 0, 0) - tp_bytes(one, 0, 0)
 
@@ -142,7 +142,7 @@ def test_buffers_hold_logits_gradients_and_gathered_units(framework, sequence_pa
     sliced = hidden / (8 if sequence_parallel else 1)
     moving = 2 * sliced + (3 if framework is MEGATRON else 2) * 2 * 2048 * GPT3.vocab_size / 8
     moving += 0 if framework is MEGATRON else 2 * sliced + hidden
-    one, whole = layer_state(GPT3, 8, 1), layer_activations(GPT3, layout(**given), 2048, framework.kept)
+    one, whole = layer_state(GPT3, layout(tp=8)), layer_activations(GPT3, layout(**given), 2048, framework.kept)
     for zero, units in ((0, 0), (1, 0), (2, 2), (3, 4)):
         assert memory(GPT3, layout(zero=zero, **given), 2048, framework).buffers == moving + units * 2 * one
         full = memory(GPT3, layout(zero=zero, recompute="full", **given), 2048, framework).buffers

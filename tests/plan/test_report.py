@@ -1,8 +1,6 @@
 """Claims about what the planner prints: units that fit the model, numbers that fit the plans, and a line to copy."""
 
-import errno
 import json
-import os
 import re
 import shlex
 from dataclasses import replace
@@ -130,65 +128,26 @@ def test_precision_and_attention_are_those_of_the_gpus_time(gpu, flags, capsys):
     assert LINES[gpu, flags] in text and "(--precision and --attention choose)" in text
 
 
-# ---- a checkpoint's directory ----------------------------------------------------------------------------------------
+# ---- a directory -----------------------------------------------------------------------------------------------------
 
 
-def checkpoint(folder, step=3, **sizes):
-    place = folder / f"step-{step:08d}"
-    place.mkdir(parents=True)
-    gpt2 = {"vocab_size": 256, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4}
-    (place / "manifest.json").write_text(json.dumps({"model": sizes or gpt2}))
-    return place
+def test_a_directory_without_a_config_is_one_line(tmp_path, capsys):
+    assert main(["--model", str(tmp_path), *QUESTION]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("minipar: error: ") and line.count("\n") == 1
+    assert "a directory without a config.json; `minipar train --export DIR` writes one" in line
 
 
-def test_a_directory_of_checkpoints_gives_the_newest_ones_shape(tmp_path):
-    checkpoint(tmp_path, step=99999999)
-    place = checkpoint(tmp_path, step=100000000, vocab_size=300, n_positions=64, n_embd=64, n_layer=3, n_head=2)
-    checkpoint(tmp_path, step=7)
-    (tmp_path / "step-00000200.partial").mkdir()
-    assert find_model(str(tmp_path)) == find_model(str(place)) == find_model(f"{tmp_path}/")
-    assert (find_model(str(place)).layers, find_model(str(place)).vocab_size) == (3, 300)
-
-
-def test_a_checkpoint_of_each_model_is_read(tmp_path):
-    """What training saves, through its own entry point."""
+def test_what_training_exports_is_planned(tmp_path):
     from combinations import TEXT, VOCAB
     from training import config_for, trainer_for
 
     shape = f"--layers 2 --hidden 12 --heads 2 --seq-len 8 --vocab-size {VOCAB} --global-batch 4 --steps 1"
     for kind, flags in {"gpt2": "", "llama": "--kv-heads 1", "mixtral": "--experts 4 --top-k 2"}.items():
         trainer = trainer_for(config_for(f"{shape} --model {kind} {flags}"), TEXT)
-        trainer.step(0)
-        trainer.save(tmp_path / kind, 1)
+        save_pretrained(trainer.model, tmp_path / kind)
         found = find_model(str(tmp_path / kind))
         assert found.parameters == trainer.size and found.gated == (kind != "gpt2")
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "a directory without a config.json or a checkpoint of minipar.train"),
-        ("{}", 'manifest.json lacks "model", or it is no object'),
-        ('{"model": 3}', 'manifest.json lacks "model", or it is no object'),
-        ('{"model": {"n_layer": -1}}', "manifest.json: n_layer = -1, expected a whole number from 1"),
-        ("[", "manifest.json is not JSON"),
-    ],
-)
-def test_a_directory_without_a_shape_is_one_line(content, words, tmp_path, capsys):
-    if content is not None:
-        (checkpoint(tmp_path) / "manifest.json").write_text(content)
-    assert main(["--model", str(tmp_path), *QUESTION]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("minipar: error: ") and words in line and line.count("\n") == 1
-
-
-def test_a_directory_that_cannot_be_listed_is_one_line(tmp_path, monkeypatch, capsys):
-    def listdir(directory):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(os, "listdir", listdir)
-    assert main(["--model", str(tmp_path), *QUESTION]) == 2
-    assert capsys.readouterr().err == f"minipar: error: --model {tmp_path}: Permission denied\n"
 
 
 # ---- a command line to copy ------------------------------------------------------------------------------------------

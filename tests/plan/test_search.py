@@ -174,8 +174,8 @@ def test_plans_within_the_spread_are_tied_the_simplest_first():
 @pytest.mark.parametrize(
     ("given", "batch", "words"),
     [
-        ({"dp": 4}, 64, "dp*tp*pp = 4*1*1 = 4, but the cluster has 8 GPUs"),
-        ({"dp": 16}, 64, "dp*tp*pp = 16*1*1 = 16, but the cluster has 8 GPUs"),
+        ({"dp": 4}, 64, "dp*cp*tp*pp = 4*1*1*1 = 4, but the cluster has 8 GPUs"),
+        ({"dp": 16}, 64, "dp*cp*tp*pp = 16*1*1*1 = 16, but the cluster has 8 GPUs"),
         ({}, 65, "dp*microbatch*microbatches = 8*1*8 = 64, but the global batch is 65"),
         ({"microbatch": 2}, 64, "dp*microbatch*microbatches = 8*2*8 = 128, but the global batch is 64"),
         ({"dp": 1, "tp": 8}, 8, "tp 8 does not divide 12 heads"),
@@ -212,7 +212,10 @@ def test_replicas_of_shards_divide_dp_and_need_a_zero_stage():
 
 @pytest.mark.parametrize(
     ("zero", "replicas", "words"),
-    [(0, 2, "ZeRO stage 0 shards nothing"), (3, 3, "^3 replicas of shards, but dp/replicas = 8/3 is not a whole")],
+    [
+        (0, 2, "ZeRO stage 0 shards nothing"),
+        (3, 3, r"^dp\*cp/replicas = 8/3 is not a whole number: each replica of shards"),
+    ],
 )
 def test_replicas_that_contradict_the_layout_are_refused(zero, replicas, words):
     one = replace(EIGHT, zero=zero, zero_replicas=replicas)
