@@ -372,6 +372,8 @@ def test_exit_codes_and_json(tmp_path, capsys):
     assert values["differences"][0]["ratio"] == values["ratios"]["0"]["wpe.weight"] == "Infinity"
     assert values["ratios"]["0"]["wte.weight"] is None and not values["equal"]
     assert main([a, b, "--bound", "0.5", "--json", out]) == 1 and (tmp_path / "x.json").is_file()
+    for bound in ("1", "-0.1", "nan"):
+        assert main([a, b, "--bound", bound]) == 2 and "is outside [0, 1)" in capsys.readouterr().err
 
 
 def spoil_shape(folder):

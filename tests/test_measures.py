@@ -16,8 +16,8 @@ DEEPEST = 3
 
 # Package: the limits of tokens per line of code and of the percentage of long lines.
 DENSE: dict[str, tuple[float, float]] = {}
-# 5,745 of them are the comparison of two runs, 4,570 sums as trees, 2,662 documents, 1,241 a mesh for experts.
-TOKENS_TODAY = 126_728
+# 5,745 of them are the comparison of two runs, 4,807 sums as trees, 2,662 documents, 1,241 a mesh for experts.
+TOKENS_TODAY = 126_965
 
 # The classes that are deeper than the goal.
 DEEP = {"minipar/nn/moe.py:Mixtral": 4}

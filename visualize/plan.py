@@ -45,8 +45,9 @@ TIME = {
 }
 MEMORY = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "activations": YELLOW, "buffers": DARK}
 HATCHES = {"tp": "////", "pp": "....", "bubble": "xxxx"}  # of parts of time whose colours are alike in grey
-AXES = ("dp", "cp", "ep", "tp", "pp")
-# Where no mesh has context or expert parallelism, its axis and its part of the time are not drawn.
+AXES = ("dp", "cp", "ep", "tp", "etp", "pp")
+# Where no mesh has context or expert parallelism, its axis and its part of the time are not drawn. etp is drawn where a
+# mesh does not cut experts over all of tp.
 OPTIONAL = {axis: AXIS_COLOURS[axis] for axis in ("cp", "ep")}
 TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 MEMORY_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -79,7 +80,20 @@ def read_plan(path: str) -> dict[str, Any]:
 
 def _sizes(mesh: dict[str, Any]) -> tuple[Any, ...]:
     """Return a mesh's sizes in the order of AXES."""
-    return mesh["dp"], *(mesh.get(axis, 1) for axis in OPTIONAL), mesh["tp"], mesh["pp"]
+    return mesh["dp"], *(mesh.get(axis, 1) for axis in OPTIONAL), mesh["tp"], _etp(mesh), mesh["pp"]
+
+
+def _etp(mesh: dict[str, Any]) -> Any:
+    """Return over how many ranks of tp a mesh cuts an expert: none given means all."""
+    etp = mesh.get("etp")
+    return mesh["tp"] if etp is None else etp
+
+
+def _drawn(axis: str, meshes: Sequence[dict[str, Any]]) -> bool:
+    """Return whether an axis is drawn."""
+    if axis == "etp":
+        return any(_etp(mesh) != mesh["tp"] for mesh in meshes)
+    return axis not in OPTIONAL or any(mesh.get(axis, 1) > 1 for mesh in meshes)
 
 
 def _unit(values: Iterable[float], units: Sequence[tuple[str, float]]) -> tuple[str, float]:
@@ -97,7 +111,7 @@ def plot_plan(search: dict[str, Any]) -> Picture:
     figure = picture(max(10.5, 4.5 + 1.2 * len(plans)), 4.8)
     time, memory, both = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 1))
     every = (*plans, *search["meshes"])
-    axes = [axis for axis in AXES if axis not in OPTIONAL or any(mesh.get(axis, 1) > 1 for mesh in every)]
+    axes = [axis for axis in AXES if _drawn(axis, every)]
     first = {"compute": TIME["compute"], "tp": TIME["tp"]}
     parts = first | {axis: OPTIONAL[axis] for axis in axes if axis in OPTIONAL} | TIME
     seconds = _unit((plan["seconds"]["total"] for plan in plans), TIME_UNITS)
@@ -130,8 +144,10 @@ def _bars(
         axes.bar(range(len(plans)), heights, 0.7, bottom, label=part, **look)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     names = [
-        "\n".join([f"plan {place}", *(f"{axis} {plan.get(axis, 1)}" for axis in mesh), _zero_name(plan)])
-        for place, plan in enumerate(plans, start=1)
+        "\n".join([f"plan {place}", *(f"{axis} {sizes[axis]}" for axis in mesh), _zero_name(plan)])
+        for place, plan, sizes in (
+            (i, one, dict(zip(AXES, _sizes(one), strict=True))) for i, one in enumerate(plans, 1)
+        )
     ]
     axes.set_xticks(range(len(plans)), names, fontsize=8)
     axes.set_ylim(0, 1.4 * max(*bottom, 1e-9))

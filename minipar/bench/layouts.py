@@ -359,6 +359,7 @@ def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
         "cp": config.mesh.cp,
         "ep": config.mesh.ep,
         "tp": config.mesh.tp,
+        "etp": config.mesh.etp or config.mesh.tp,
         "pp": config.mesh.pp,
         "seconds": seconds,
         "predicted_seconds": time.total,

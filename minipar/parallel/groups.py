@@ -85,7 +85,7 @@ def number_units(groups: Sequence[Group]) -> None:
 def place_groups(
     model: Module, comm: Communicator, groups: Sequence[Group], before_reduce: object, replicas: int = 1
 ) -> None:
-    """Record the placement of each parameter and its unit.
+    """Record the placement of each parameter and its unit, and forget gradients from before.
 
     UsageError or ValueError for groups that cannot be summed together (guards.py).
     """
@@ -93,3 +93,6 @@ def place_groups(
     check_groups(comm, [(group.parameters, group.comm) for group in groups], before_reduce, replicas)
     attach_placements(model)
     number_units(groups)
+    for group in groups:
+        for p in group.parameters:
+            p.zero_grad()  # the first step's would be added to it

@@ -201,7 +201,7 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     Per step, each bucket's Partial gradients are all-reduced (a Mixtral's routers; with sequence
     parallelism norms and row biases too), and those of copied heads of keys and values over the
     ranks that have copies. The norm adds one float64 for each chunk whose squares this rank sums.
-    Where ranks of tp hold different experts, `expert_bytes` take the place of an MLP's.
+    Where etp is less than tp, `expert_bytes` take the place of an MLP's.
     """
     if layout.tp == 1:
         return 0

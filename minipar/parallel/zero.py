@@ -71,7 +71,6 @@ class ZeroStage1:
             values = allocate("parameters", bucket.size, bucket.parameters[0].dtype)
             for p, view in bucket.views(values):
                 p.move_to(view)
-                p.grad = None
             self.values[bucket] = values
             gradient = self.allocate_own_gradient(bucket)
             self.chunks[bucket] = Chunk(bucket, values[bucket.own], gradient)

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from minipar.cli import UsageParser, report, write_json, write_out
-from minipar.errors import UsageError, printable
+from minipar.errors import UsageError, check_divides, printable
 from minipar.parallel.context import METHODS
 from minipar.parallel.memory import STAGES
 from minipar.parallel.pipeline.schedules import SCHEDULES
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = UsageParser(prog="python -m minipar.plan", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    what = "or a directory: with a config.json of Hugging Face, or of minipar.train --save"
+    what = "or a directory with a config.json of Hugging Face"
     add("--model", required=True, metavar="NAME|DIR", help=f"{', '.join(MODELS)}, {what}")
     add("--gpus", required=True, type=count, metavar="N", help="in all")
     own = "or a JSON file with your own values"
@@ -97,8 +97,8 @@ def add_choices(add: Callable[..., argparse.Action]) -> None:
         "--ep",
         type=sizes,
         metavar="1,2,4",
-        help="one expert-parallel size, or those to try: ranks of dp*cp that share a Mixtral's "
-        "experts; over hosts only if given",
+        help="one expert-parallel size, or those to try: ranks of dp*cp*tp/etp that share a "
+        "Mixtral's experts; over hosts only if given",
     )
     over = "tensor-parallel size; over hosts only if given here"
     add("--tp", type=count, metavar="N", help=over)
@@ -201,6 +201,14 @@ def check_axes(args: argparse.Namespace, contexts: Sequence[int]) -> None:
         )
     if args.pp == 1 and args.schedule is not None:
         raise UsageError(f"--schedule {args.schedule} is a pipeline's, but --pp 1 is none")
+    if args.etp is not None and args.tp is not None:
+        for etp in args.etp:
+            check_divides("tp/etp", args.tp, etp, "the ranks of etp are neighbours of tp")
+        if min(args.etp) < args.tp and args.sequence_parallel == "off":
+            raise UsageError(
+                "--etp below --tp: each rank of tp routes its own tokens, which it has with sequence "
+                "parallelism, but --sequence-parallel is off"
+            )
     if args.tp == 1 and args.sequence_parallel == "on":
         raise UsageError(
             "--sequence-parallel on divides the sequence over tensor-parallel ranks, but --tp is 1"

@@ -52,7 +52,7 @@ def nothing_fits(question: Question) -> str:
 
 def _wider_choices(question: Question) -> Iterator[str]:
     """Yield what fits if one of the user's choices is given up: the ZeRO stage, recomputation,
-    stages, cp, ep.
+    stages, cp, ep, etp.
 
     Each is the least change of its kind.
     """
@@ -64,6 +64,7 @@ def _wider_choices(question: Question) -> Iterator[str]:
         "--pp": ("pp", divisors(question.cluster.gpus)),
         "--cp": ("cp", replace(space, cp=None).context_sizes(question.length)),
         "--ep": ("ep", divisors(question.model.experts or 1)),
+        "--etp": ("etp", [1]),
     }
     for flag, (field, values) in fields.items():
         if field != "ep" and getattr(space, field) == getattr(EVERYTHING, field):
@@ -99,8 +100,7 @@ def _nothing_divides(question: Question) -> str:
         f"no layout divides{only}: global batch {question.global_batch}, {cluster.gpus} GPUs in hosts of "
         f"{cluster.per_host}, {model.layers} layers, {model.heads} heads; dp*cp*tp*pp = GPUs, dp*microbatch divides "
         "the batch, tp divides the heads and a host (or, with --tp, is a multiple of one), ulysses' cp the heads of "
-        "a tp rank, ep*etp dp*cp*tp, etp tp, replicas of shards dp*cp (with ZeRO, and not with ep), etp below tp needs "
-        "sequence parallelism, interleaved-1f1b needs pp to "
-        "divide the microbatches, zbv 2*pp the layers, and selective recomputation stored scores, which flash "
-        "attention, ring and all-gather do not keep"
+        "a tp rank, etp tp (below tp with sequence parallelism), ep*etp dp*cp*tp, replicas of shards dp*cp (with ZeRO, "
+        "ep 1 and etp = tp), interleaved-1f1b needs pp to divide the microbatches, zbv 2*pp the layers, and selective "
+        "recomputation stored scores, which flash attention, ring and all-gather do not keep"
     )

@@ -14,7 +14,12 @@ def train_command(name: str, model: ModelShape, layout: Layout, length: int) -> 
     `name` is the model's, or the directory it was read from, which `--init-from` reads if flags
     cannot say its shape.
     """
-    check_divides("ffn/tp", model.inner, layout.tp, "minipar.train has whole columns on each rank")
+    columns = "ffn/tp" if layout.etp is None else "ffn/etp"
+    why = "minipar.train has whole columns on each rank"
+    check_divides(columns, model.inner, layout.expert_tp, why)
+    if layout.sequence_parallel:
+        why = "minipar.train has as many tokens on each rank of sequence parallelism"
+        check_divides("tokens/tp", length // layout.cp, layout.tp, why)
     shape = f"--init-from {quote(name)}" if needs_directory(model) else model_flags(model)
     command = f"mpirun -n {layout.gpus} python -m minipar.train {shape} --seq-len {length}"
     return f"{command} {mesh_flags(layout)} {precision_flags(layout)}"

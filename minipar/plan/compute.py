@@ -38,8 +38,8 @@ from minipar.plan.rank_bytes import (
 
 @dataclass(frozen=True)
 class UnitTime(StageTime):
-    """Seconds of one microbatch in one unit: F, I (with recomputation) and W, waiting for tp and cp
-    included.
+    """Seconds of one microbatch in one unit: F, I (with recomputation) and W, waiting for tp, cp
+    and ep included.
 
     tp, cp, ep   the communication in these: waiting, and what hidden messages cost the computation
     gather    all-gather of the unit's parameters over dp, for each pass (ZeRO stage 3);  refresh:
@@ -101,7 +101,8 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
     cp_forward, cp_backward = context_seconds(model, layout, cluster, length)
     ep_forward, ep_backward = expert_seconds(model, layout, cluster, length)
     tp = _TensorParallel(model, layout, cluster, length, layout.tp)
-    etp = _TensorParallel(model, layout, cluster, length, layout.expert_tp)  # the MLP's
+    # The MLP's collectives: over etp, or all of tp.
+    etp = _TensorParallel(model, layout, cluster, length, layout.expert_tp)
     full_recompute = layout.recompute == "full"
 
     # Two all-reduces, or two pairs of all-gather and reduce-scatter.
@@ -285,7 +286,7 @@ def _backward_sums(
 ) -> tuple[float, float]:
     """Return (seconds that backward waits, seconds that hidden collectives cost the computation).
 
-    `columns` has the ranks of each column-parallel layer, and the seconds of its weight gradient.
+    `columns` has each column-parallel layer's collectives, and the seconds of its weight gradient.
     The sum of its input gradient hides behind that, unless the schedule splits I from W or the
     framework waits (Framework.hidden_sums). Each of the `rows`, row-parallel layers, gathers its
     gradient under sequence parallelism, and nothing hides that.
@@ -315,7 +316,7 @@ def _over_dp(
     q = layout.zero_replicas
     buckets = [(parameters - experts, t, s)]
     if experts:
-        buckets.append((experts, layout.expert_copy, layout.expert_shards))
+        buckets.append((experts, layout.ranks_per_expert_copy, layout.expert_shards))
 
     def over_shards(collective: Callable[..., float], width: int) -> float:
         seconds = [

@@ -98,7 +98,7 @@ class Layout:
         return self.tp if self.etp is None else self.etp
 
     @property
-    def expert_copy(self) -> int:
+    def ranks_per_expert_copy(self) -> int:
         """Return the number of neighbours that hold all of a layer's experts once: ep etp."""
         return self.ep * self.expert_tp
 
@@ -109,10 +109,10 @@ class Layout:
 
     @property
     def expert_shards(self) -> int:
-        """Return the number of ranks over which ZeRO shards experts, those that hold the same
-        parts: edp.
+        """Return the number of ranks over which ZeRO shards experts (without replicas of shards),
+        those that hold the same parts: edp.
         """
-        return self.replicas * self.tp // self.expert_copy
+        return self.replicas * self.tp // self.ranks_per_expert_copy
 
     @property
     def splits_backward(self) -> bool:
@@ -173,10 +173,13 @@ def check_layout(
     """Raise UsageError, with the equation that does not hold, if a layout contradicts what it is
     asked to run.
     """
-    for name in ("dp", "cp", "tp", "pp", "microbatch", "microbatches", "ep", "expert_tp"):
-        if getattr(layout, name) < 1:
-            raise UsageError(f"{name} {getattr(layout, name)}: expected at least 1")
     dp, cp, tp, pp, ep = layout.axes
+    etp = layout.expert_tp
+    sizes = {"dp": dp, "cp": cp, "tp": tp, "pp": pp, "ep": ep, "etp": etp}
+    sizes |= {"microbatch": layout.microbatch, "microbatches": layout.microbatches}
+    for name, size in sizes.items():
+        if size < 1:
+            raise UsageError(f"{name} {size}: expected at least 1")
     if layout.gpus != gpus:
         product = f"dp*cp*tp*pp = {dp}*{cp}*{tp}*{pp} = {layout.gpus}"
         raise UsageError(f"{product}, but the cluster has {gpus} GPUs")
@@ -190,7 +193,6 @@ def check_layout(
         raise UsageError(f"{q} replicas of shards, but ZeRO stage 0 shards nothing")
     check_divides("dp*cp/replicas", dp * cp, q, "each replica of shards has as many ranks")
     check_experts(model, ep, layout.etp)
-    etp = layout.expert_tp
     check_divides("tp/etp", tp, etp, "the ranks of etp are neighbours of tp")
     ranks = dp * cp * tp
     check_divides("dp*cp*tp/(ep*etp)", ranks, ep * etp, "edp*ep*etp are the ranks of dp*cp*tp")
@@ -219,8 +221,8 @@ def check_layout(
 
 
 def check_experts(model: ModelShape, ep: int, etp: int | None) -> None:
-    """Raise UsageError if ep > 1 ranks cannot share the model's experts equally, or etp ranks cut
-    none.
+    """Raise UsageError if ep > 1 ranks cannot share the model's experts equally, or if an etp is
+    given for a model without experts.
     """
     if model.experts is None and (ep > 1 or etp is not None):
         size = f"ep {ep}" if ep > 1 else f"etp {etp}"
@@ -243,9 +245,9 @@ class Activations:
                                  the inner size of a plain MLP, or of a gated one: tensor
                                  parallelism divides all of them
     scores    elements for each head and each token attended to, divided over tp
-    routed    multiples of h, of each row: a token at one of its experts. They are whole on every tp
-              rank
-    router    values for each expert
+    routed    multiples of h, of each row: a token at one of its experts. They are whole on each rank
+              of etp, which has the rows of etp/tp of the tokens
+    router    values for each expert, of as many tokens
 
     Outside the layers:
     logits    multiples of the vocabulary, divided over tp

@@ -106,11 +106,12 @@ def layer_activations(
     flash attention drop the 5as/h, and "full" recomputation keeps the input alone, 2 s b h. Context
     parallelism divides all of it by c. Of a Mixtral the MLP's part counts for each of a token's k
     experts: with routing that is uniform a rank's experts get k rows for each of its tokens,
-    whatever ep. A rank routes the tokens of etp ranks, so that it has etp/t of what is whole.
+    whatever ep. A rank routes the tokens of etp ranks: it keeps etp/t of the rows, of the router's
+    values and of the MLP's gathered input.
     """
     h = model.hidden
     t = layout.tp
-    routed = layout.expert_tp / t
+    share = layout.expert_tp / t
     slices = layout.sequence_slices
     tokens = layout.tokens(length) * layout.precision.parameters
     if layout.recompute == "full":
@@ -119,9 +120,9 @@ def layer_activations(
     core = kept.scores * model.heads * length if stored else 0
     inner = kept.gated if model.gated else kept.inner
     split = kept.qkv * model.with_copies(t).qkv + kept.context * h + inner * model.active_inner
-    whole = kept.gathered / 2 * h * (1 + routed)  # attention's input, and the MLP's
+    whole = kept.gathered / 2 * h * (1 + share)  # attention's input, and the MLP's
     if model.experts is not None:
-        whole += routed * (kept.routed * model.top_k * h + kept.router * model.experts)
+        whole += share * (kept.routed * model.top_k * h + kept.router * model.experts)
     return tokens * ((kept.sliced * h + kept.rows) / slices + whole + (split + core) / t)
 
 
@@ -284,8 +285,8 @@ def volume(
          section 4.2.2). NB: with sequence parallelism Megatron gathers the inputs of column layers
          once more in backward; that is not counted. With copies of heads also 2 h h_kv (c-1)/c
          gradients of keys, and of values, for each layer, summed over the c ranks that have the
-         same. Where ranks of tp hold different experts, half of a layer's 8 (or 12) is over etp
-         ranks, with etp/t of the tokens.
+         same. Where etp is less than t, half of a layer's 8 (or 12) is over etp ranks, with etp/t
+         of the tokens.
     pp   2 b s h for each microbatch and stage of the rank, forward and back, divided by t where
          each tp rank sends its part (Narayanan et al., section 4.1). The tied embedding's gradient,
          V h / t on the first and the last rank, is not counted.

@@ -76,7 +76,7 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
 
 def _settings_json(layout: Layout) -> dict[str, Any]:
     """Return a layout's settings by the names of the command line."""
-    settings = vars(layout) | {"zero_stage": layout.zero, "etp": layout.expert_tp}
+    settings = vars(layout) | {"zero_stage": layout.zero}
     for name in ("zero", "precision"):
         del settings[name]
     if layout.cp == 1:

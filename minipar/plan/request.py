@@ -12,8 +12,8 @@ CONTEXT = (
 )
 EXPERTS = (
     "ep: tokens are spread evenly over the experts; every all-to-all is waited for, its messages one after the other "
-    "on a GPU's own link, and each tp rank sends whole rows, of etp/tp of the tokens; ZeRO shards experts over "
-    "dp x cp x tp / (ep x etp)"
+    "on a GPU's own link, and each tp rank sends whole rows, of etp/tp of the tokens, as in minipar (Megatron gathers "
+    "rows over etp after the all-to-all); ZeRO shards experts over dp x cp x tp / (ep x etp)"
 )
 
 
@@ -50,7 +50,8 @@ class Request(Question):
     @property
     def tries_etp(self) -> bool:
         """Return whether the search has layouts in which not all of tp cut an expert."""
-        return self.model.experts is not None and self.space.tp != 1
+        whole = self.space.tp != 1 and self.space.sequence_parallel is not False
+        return self.model.experts is not None and whole
 
 
 def assumptions(request: Request) -> list[str]:
@@ -102,7 +103,7 @@ def assumptions(request: Request) -> list[str]:
         + " (--precision and --attention choose)",
         f"tp: forward waits for its sums, {hidden}; pp: {waited}",
         *([CONTEXT] if request.tries_cp else []),
-        *([EXPERTS] if request.tries_ep else []),
+        *([EXPERTS] if request.tries_ep or request.tries_etp else []),
         f"dp: gradients {reduced}, stage 3's gathers hide behind all computation, {updated}and take "
         f"{a.contention:.0%} of the hidden time from it; from stage 2 on gradients travel {often}",
         *(host if a.host_layer else []),

@@ -79,8 +79,8 @@ def plan(
     examined = list(islice(question.layouts(), MOST_LAYOUTS + 1))
     if len(examined) > MOST_LAYOUTS:
         raise UsageError(
-            f"more than {MOST_LAYOUTS} layouts: narrow the search, with --tp, --cp, --pp, --dp, --ep, --microbatch, "
-            "--zero-stage, --schedule, --recompute or --sequence-parallel"
+            f"more than {MOST_LAYOUTS} layouts: narrow the search, with --tp, --cp, --pp, --dp, --ep, --etp, "
+            "--microbatch, --zero-stage, --schedule, --recompute or --sequence-parallel"
         )
     best: dict[tuple[int, ...], Candidate] = {}
     fitting = 0

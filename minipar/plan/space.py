@@ -75,7 +75,9 @@ class SearchSpace:
     def expert_meshes(
         self, model: ModelShape, replicas: int, tp: int, per_host: int
     ) -> list[tuple[int, int]]:
-        """Return the (ep, etp) to try: experts that are cut over all of tp, and whole ones."""
+        """Return the (ep, etp) to try: unless the user gives etp, experts that are cut over all of
+        tp, and whole ones.
+        """
         if self.etp is None:
             cuts = [tp] if model.experts is None else sorted({1, tp})
         else:
@@ -102,12 +104,13 @@ class SearchSpace:
             check_experts(model, ep, etp=None)
         return [ep for ep in sizes if ranks % ep == 0]
 
-    def shards(self, replicas: int) -> list[tuple[int, int]]:
-        """Return the (ZeRO stage, replicas of ZeRO's shards) to try on the ranks of dp x cp.
+    def shards(self, replicas: int, edp: int) -> list[tuple[int, int]]:
+        """Return the (ZeRO stage, replicas of ZeRO's shards) to try on the ranks of dp x cp, where
+        `edp` hold the same parts of experts.
 
-        With one rank there is nothing to shard.
+        With one rank of each there is nothing to shard.
         """
-        stages = each(self.zero) if replicas > 1 else [0]
+        stages = each(self.zero) if max(replicas, edp) > 1 else [0]
         return [
             (zero, q)
             for zero, q in product(stages, each(self.zero_replicas))
@@ -175,15 +178,18 @@ def layouts(
     """
     balanced = cluster.framework.balanced_stages
     for tp, cp, pp, dp in meshes(model, cluster, global_batch, space, length):
-        meshes_of_experts = space.expert_meshes(model, dp * cp, tp, cluster.per_host)
-        shards = space.shards(dp * cp)
+        shards = [
+            (ep, etp, zero, q)
+            for ep, etp in space.expert_meshes(model, dp * cp, tp, cluster.per_host)
+            for zero, q in space.shards(dp * cp, dp * cp * tp // (ep * etp))
+        ]
         methods = space.context_methods(model, tp, cp)
         for microbatch in microbatch_sizes(global_batch // dp, space, cp):
             m = global_batch // dp // microbatch
             for schedule, v in schedules(model, pp, m, space.schedule, balanced):
                 choices = space.recomputations(schedule), space.sequence_choices(tp), methods
-                for (ep, etp), (zero, q), recompute, sequence_parallel, method in product(
-                    meshes_of_experts, shards, *choices
+                for (ep, etp, zero, q), recompute, sequence_parallel, method in product(
+                    shards, *choices
                 ):
                     layout = Layout(
                         dp=dp,
@@ -212,9 +218,9 @@ def layouts(
 def can_run(layout: Layout) -> bool:
     """Return whether the choices of a layout go together.
 
-    Selective recomputation computes stored scores again. Shards of experts have no replicas. Each
-    rank of tp routes its own tokens, where experts are not cut over all of them: sequence
-    parallelism divides these.
+    Selective recomputation computes stored scores again. Shards of experts have no replicas: those
+    go with ep = 1 and etp = tp. Each rank of tp routes its own tokens, where experts are not cut
+    over all of tp: sequence parallelism divides these.
     """
     if layout.recompute == "selective" and not layout.stores_scores:
         return False

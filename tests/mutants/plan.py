@@ -69,13 +69,13 @@ MUTANTS = [
         ),
         (
             "compute: experts are summed over all of dp",
-            "buckets.append((experts, layout.expert_copy, layout.expert_shards))",
+            "buckets.append((experts, layout.ranks_per_expert_copy, layout.expert_shards))",
             "buckets.append((experts, t, s))",
         ),
         (
             "compute: an MLP of whole experts is summed over tp",
-            "length, layout.expert_tp)  # the",
-            "length, layout.tp)  # the",
+            "etp = _TensorParallel(model, layout, cluster, length, layout.expert_tp)",
+            "etp = tp",
         ),
         (
             "compute: the ranks of ep are those of dp",
@@ -132,7 +132,7 @@ MUTANTS = [
         ("bytes: stage 3 gathers once for all microbatches", "3: (2 * m, each)", "3: (2, each)"),
         ("bytes: whole experts are entered over tp", "ring(sums, etp) * etp / t", "ring(sums, t)"),
         ("bytes: each tp rank routes all tokens", "model.hidden * layout.expert_tp // layout.tp", "model.hidden"),
-        ("bytes: each tp rank keeps all rows", "routed = layout.expert_tp / t", "routed = 1"),
+        ("bytes: each tp rank keeps all rows", "share = layout.expert_tp / t", "share = 1"),
         (
             "bytes: experts are cut over all of tp",
             "expert_parameters // layout.expert_tp)",

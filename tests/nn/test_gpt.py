@@ -16,6 +16,7 @@ from minipar.autograd.gradcheck import gradcheck
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import load_pretrained, save_pretrained
+from minipar.nn.transformer import LanguageModel
 
 SMALL = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)
 TOKENS = np.array([[1, 2, 3, 4, 5], [5, 0, 10, 0, 5]])
@@ -75,6 +76,18 @@ def test_residual_projections_start_smaller():
     assert state["h.3.mlp.c_fc.weight"].std() == pytest.approx(0.02, rel=0.02)
     for name in ("h.3.mlp.c_proj.weight", "h.0.attn.c_proj.weight"):
         assert state[name].std() == pytest.approx(0.02 / 4, rel=0.02)
+
+
+def test_a_model_of_ones_own_says_what_it_has_to_define():
+    class Own(LanguageModel):
+        config_type = GPTConfig
+        initializer_range = 0.02
+
+    own = Own(GPTConfig(8, 4, 4, 1, 1), seed=0, dtype="float32", recompute=False, deferred=True, attention="full")
+    with pytest.raises(TypeError, match="Own does not define token_embedding"):
+        own.token_embedding  # noqa: B018
+    with pytest.raises(TypeError, match="Own does not define embed"):
+        own.embed(np.zeros((1, 2), dtype=int))
 
 
 def test_the_gradient_of_the_whole_model_passes_the_checker():

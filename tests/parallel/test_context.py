@@ -233,7 +233,6 @@ def test_one_rank_changes_nothing():
     assert run_local(1, rank) == [True]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_tensor_and_context_parallelism_go_on_in_either_order(method):
     """The masks too: a rank's heads are cut from the model's, its tokens from the sequence."""

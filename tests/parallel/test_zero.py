@@ -210,6 +210,22 @@ def test_synchronizing_every_microbatch_reduces_as_many_times(size, stage):
         assert sent == expected
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("stage", [0, *SHARDED])
+def test_gradients_from_before_the_wrapper_are_dropped(stage):
+    def rank(comm):
+        model = small_gpt()
+        own_samples(model, comm.rank)
+        ddp = shard(model, comm, stage, "ordered")
+        own_samples(ddp, comm.rank)
+        ddp.synchronize()
+        return gradient_of(ddp)
+
+    expected = gradient_of_all_ranks(2)
+    for gradient in run_local(2, rank):
+        assert bits(gradient) == bits(expected)
+
+
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_under_no_sync_gradients_add_up_and_none_is_sent(size, stage):

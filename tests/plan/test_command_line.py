@@ -203,10 +203,10 @@ def test_ep_narrows_the_search_and_goes_over_hosts_if_asked():
     assert {one["ep"] for one in found_plans(**MIXTRAL, ep="1,4", top="50")} == {1, 4}
     narrow = {"tp": "4", "top": "50"}
     assert {(one["ep"], one["etp"]) for one in found_plans(**MIXTRAL, **narrow)} == {
-        *((ep, 4) for ep in (1, 2)),
+        *((ep, None) for ep in (1, 2)),
         *((ep, 1) for ep in (1, 2, 4, 8)),
     }
-    assert {one["etp"] for one in found_plans(**MIXTRAL, **narrow, etp="2,8")} == {2}
+    assert {one["etp"] for one in found_plans(**MIXTRAL, **narrow, etp="2,4")} == {2, None}
     assert {one["ep"] for one in found_plans(**MIXTRAL, **narrow, ep="8")} == {8}
 
 
@@ -302,7 +302,8 @@ def test_the_picture_is_drawn_from_the_file(tmp_path, capsys):
         (MIXTRAL | {"ep": "16"}, "experts/ep = 8/16 is not a whole number"),
         (MIXTRAL | {"ep": "8", "dp": "4", "cp": "1", "tp": "1"}, "no layout divides with dp 4, tp 1, cp 1, ep 8"),
         (MIXTRAL | {"ep": "8", "dp": "4", "etp": "3"}, "no layout divides with dp 4, ep 8, etp 3"),
-        (MIXTRAL | {"tp": "4", "etp": "1", "sequence_parallel": "off"}, "etp below tp needs sequence parallelism"),
+        (MIXTRAL | {"tp": "4", "etp": "1", "sequence_parallel": "off"}, "parallelism, but --sequence-parallel is off"),
+        (MIXTRAL | {"tp": "4", "etp": "1,8"}, "tp/etp = 4/8 is not a whole number: the ranks of etp are neighbours"),
         ({"etp": "1"}, "etp 1 divides the experts of a layer; each layer of this model has one MLP, no experts"),
         (MIXTRAL | {"ep": "2", "zero_replicas": "2"}, "no layout divides with replicas of shards 2, ep 2"),
         (MIXTRAL | {"ep": "1", "tp": "1", "pp": "1", "zero_stage": "1"}, "What would fit: --zero-stage "),

@@ -16,6 +16,7 @@ from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.parallel.memory import elements_placed
 from minipar.plan.cluster import GPUS, AlphaBeta, Cluster, model_clock_cluster
+from minipar.plan.command import train_command
 from minipar.plan.compute import expert_seconds, unit_times
 from minipar.plan.gpu_time import gpu_compute
 from minipar.plan.layout import PRECISIONS
@@ -367,6 +368,33 @@ def test_experts_are_whole_or_cut_over_all_of_tp():
     assert {one.etp for one in layouts(find_model("gpt2"), H100S, 64, SearchSpace(tp=4), 1024)} == {None}
 
 
+def test_zero_shards_experts_within_one_replica():
+    """With dp = 1 nothing else is sharded, but edp = 8/(4 * 1) ranks hold the same experts."""
+    space = replace(SPACE, tp=8, ep=4, etp=1, pp=1, microbatch=1)
+    every = list(layouts(MIXTRAL, Cluster(GPUS["h100"], 8), 8, space, 4096))
+    assert {(one.dp, one.expert_shards, one.zero) for one in every} == {(1, 2, zero) for zero in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("given", "length", "words"),
+    [
+        ({"tp": 2, "etp": 1, "ffn": 13}, 64, None),
+        ({"tp": 4, "etp": 2, "ffn": 13}, 64, "ffn/etp = 13/2 is not a whole number"),
+        ({"tp": 2, "ffn": 13}, 64, "ffn/tp = 13/2 is not a whole number"),
+        ({"tp": 4, "ffn": 16}, 66, "tokens/tp = 66/4 is not a whole number"),
+    ],
+)
+def test_the_command_is_one_that_training_accepts(given, length, words):
+    ffn = given.pop("ffn")
+    model = replace(MIXTRAL, ffn=ffn)
+    one = layout(dp=2, sequence_parallel=True, **given)
+    if words is None:
+        assert f"--tp {one.tp} --etp {one.etp} --sequence-parallel" in train_command("m", model, one, length)
+    else:
+        with pytest.raises(UsageError, match=words):
+            train_command("m", model, one, length)
+
+
 def test_whole_experts_save_time_over_tp_and_memory():
     """A rank has an eighth of the experts: 1/2 of them cut in 4, or 1/8 of them whole.
 
@@ -405,7 +433,7 @@ def test_what_would_fit_may_be_more_ep():
         ("mixtral-8x7b", {"tp": 2, "etp": 1, "sequence_parallel": True, "zero": 1, "zero_replicas": 2}, "and etp = tp"),
         ("mixtral-8x7b", {"dp": 4, "ep": 2, "zero": 1, "zero_replicas": 2}, "those of experts have none; give 1 repl"),
         ("mixtral-8x7b", {"ep": 0}, "ep 0: expected at least 1"),
-        ("mixtral-8x7b", {"etp": 0}, "expert_tp 0: expected at least 1"),
+        ("mixtral-8x7b", {"etp": 0}, "etp 0: expected at least 1"),
     ],
 )
 def test_a_layout_whose_ep_does_not_fit_is_refused(model, given, words):

@@ -310,6 +310,12 @@ def test_a_gpu_that_would_fit_has_usable_memory_enough(monkeypatch):
     assert "nearly" not in str(caught.value)
 
 
+def test_where_nothing_known_would_fit_the_answer_is_a_size(monkeypatch):
+    monkeypatch.setattr(advice, "GPUS", {})
+    with pytest.raises(UsageError, match=r"What would fit: a GPU of \d+ GB$"):
+        plan(GPT3, Cluster(replace(GPUS["a100"], memory=1e6), 8), 64, 2048)
+
+
 def test_sizes_that_divide_nothing_are_refused():
     with pytest.raises(UsageError, match=r"seq-len/\(2\*cp\) = 1000/6 is not a whole number"):
         SearchSpace(cp=(2, 3)).context_sizes(1000)

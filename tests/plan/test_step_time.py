@@ -188,6 +188,17 @@ def test_full_recomputation_repeats_forwards_sums():
     assert full.seconds - none.seconds == pytest.approx(none.forward, rel=1e-9)
 
 
+def test_the_gradients_of_copied_heads_are_summed():
+    """With 2 heads of keys on 8 ranks, 4 ranks have copies of one: of keys and of values, h x h/a elements each."""
+    model = replace(find_model("llama-3-8b"), kv_heads=2)
+    one = layout(tp=8)
+    cluster = wires(8)
+    elements = 2 * model.hidden * (model.hidden // model.heads)
+    summed = 2 * gather_seconds(cluster, elements * one.precision.gradients, 1, 4)
+    assert unit_times(model, one, cluster, LENGTH).layer.partial == pytest.approx(summed, rel=1e-12)
+    assert unit_times(replace(model, kv_heads=8), one, cluster, LENGTH).layer.partial == 0
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("pp", [1, 2])
 def test_sequence_parallel_sums_replicated_gradients(pp, precision):

@@ -214,6 +214,11 @@ def test_a_run_does_not_save_among_the_checkpoints_of_another(tmp_path, never_st
     prepare_directory(str(tmp_path), 3)
 
 
+def test_the_directories_above_the_checkpoints_are_made(tmp_path):
+    prepare_directory(str(tmp_path / "runs" / "first"), 0)
+    assert (tmp_path / "runs" / "first").is_dir()
+
+
 def test_a_resumed_run_appends_to_its_metrics(tmp_path):
     path = tmp_path / "m.jsonl"
     lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]

@@ -137,7 +137,6 @@ def test_replicas_with_few_targets_count_as_on_one_device():
     assert trained(config, text) == (bits(single.state_dict()), expected)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flags", ["--dp 2 --tp 2", "--pp 2 --tp 2 --sequence-parallel", "--dp 4"])
 def test_trees_have_the_same_bits_with_documents(flags):
     tree = f"--reduction tree --attention {'full' if '--dp 4' in flags else 'blockwise'}"

@@ -105,7 +105,6 @@ def test_bytes_are_those_of_each_dtype(layout, dtype):
     assert counted == [predicted_traffic(step_layout(config), rank) for rank in range(ranks_of(config))]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["ring", "all-gather"])
 def test_gradients_of_keys_travel_in_the_reduce_dtype(method):
     def sent(dtype):

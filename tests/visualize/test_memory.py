@@ -77,6 +77,7 @@ def test_runs_share_one_scale_and_each_has_its_formula():
     smaller = [(phase, (KIB, *held[1:])) for phase, held in MOMENTS]
     figure = plot_ledger({"whole": MOMENTS, "sharded": smaller}, {"whole": 16 * KIB, "sharded": 13 * KIB})
     left, right = figure.axes
+    assert plot_ledger({str(i): MOMENTS for i in range(4)}).get_size_inches()[0] > figure.get_size_inches()[0]
     assert (left.get_title(loc="left"), right.get_title(loc="left")) == ("whole", "sharded")
     assert left.get_ylim() == right.get_ylim()
     levels = [[line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"] for axes in figure.axes]

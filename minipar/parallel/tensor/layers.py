@@ -210,4 +210,8 @@ class PositionEmbedding(Module):
     def forward(self, index: Array) -> Tensor:
         if self.border.sequence:
             index = self.border.group.part(index, index.ndim - 1)
+        return self.look_up(index)
+
+    def look_up(self, index: Array) -> Tensor:
+        """Look up the rows of these positions: (..., T) -> (..., T, h)."""
         return embedding(self.weight, index)

@@ -95,7 +95,7 @@ def tensor_placement(
     A rank has a part of a Shard. It has the whole of a Partial or a Replicate. The ranks' gradients
     of a Partial, and those of a part that several ranks copy, are terms of a sum. Those of a
     Replicate are equal. An expert is a Shard over `etp` neighbours (default: all ranks); with etp 1
-    this is the only part, and other ranks of tp hold other experts.
+    this is the only part, and the ranks of tp hold whole experts.
     """
     layer, kind = name.split(".")[-2:]  # such as c_attn and weight
     split = PLAN.get(layer)
@@ -282,10 +282,10 @@ def tree_layer(split: Split, layer: Module, border: Border) -> Module:
     if split.layer is RowLinear:
         assert isinstance(layer, Linear)
         return tree_layers.TreeRowLinear(layer, border)
+    assert isinstance(layer, Embedding)
     if split.layer is VocabEmbedding:
-        assert isinstance(layer, Embedding)
         return tree_layers.TreeVocabEmbedding(layer, border)
-    return split.layer(layer, border)
+    return tree_layers.TreePositionEmbedding(layer, border)
 
 
 def fill_seams(model: LanguageModel, border: Border, border_of_experts: Border) -> None:

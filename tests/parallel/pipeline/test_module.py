@@ -70,6 +70,24 @@ class ColumnFirst(Module):
         return ((self.down(self.up(x)) - y) ** 2.0).sum()
 
 
+def test_placements_say_what_every_rank_of_tp_has():
+    """The split layers note their own; all else is the same on each rank."""
+
+    class Mixed(ColumnFirst):
+        def __init__(self, mesh):
+            super().__init__(mesh)
+            self.scale = Linear(2, 2, name="scale")
+
+    def rank(comm):
+        mesh = DeviceMesh(comm, tp=2)
+        model = PipelineModule([Mixed], mesh, 1)
+        return {name: type(p.placement.tp).__name__ for name, p in model.named_parameters()}
+
+    kinds = run_local(2, rank)[0]
+    assert {kinds[name] for name in kinds if "scale" in name} == {"Replicate"}
+    assert "Shard" in kinds.values()
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_stage_may_start_with_a_split_layer_under_zb_h1(tp):
     """The gradient of the stage's input is on its way from other ranks, but it is no weight's: it is not put off."""
