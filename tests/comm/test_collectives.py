@@ -86,6 +86,7 @@ def test_all_gather_puts_every_chunk_in_its_place(p):
     run_local(p, program)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_all_to_all_transposes_chunks(p):
     def program(comm):
@@ -105,6 +106,7 @@ def counts_between(p, seed=1):
     return counts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_an_all_to_all_takes_unequal_counts(p):
     counts, columns = counts_between(p), 3
@@ -126,6 +128,7 @@ def test_an_all_to_all_takes_unequal_counts(p):
     run_local(p, program)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "counts", [([1, 1], [1, 1]), ([4, -1], [4, 0]), ([3, 0], [3, -1]), ([3], [3]), ([3, 0], [3]), ([2, 1], [1, 1])]
 )
@@ -152,6 +155,7 @@ def test_a_broadcast_needs_a_root_that_exists(root):
         run_local(2, lambda comm: comm.broadcast(np.zeros(3), root=root))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_no_rank_leaves_a_barrier_before_all_have_called(p):
     arrived = []
@@ -165,6 +169,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_called(p):
     run_local(p, program)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_ordered_sums_from_left_to_right_bit_for_bit(p):
     def program(comm):
@@ -200,6 +205,7 @@ def test_tree_sums_are_those_of_recursive_doubling(p):
     run_local(p, program)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_the_ring_has_the_bits_of_its_two_halves(p):
     def program(comm):
@@ -315,12 +321,14 @@ def test_the_rule_counts_the_bytes_of_the_whole_array(few):
     assert run_local(4, program) == [[2, 2, 2] if few else [6, 3, 3]] * 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", [op for op in ALGORITHMS if op != "barrier"])
 def test_unknown_algorithm_names_the_known_ones(op):
     with pytest.raises(UsageError, match=f'{op}: algorithm "magic": expected auto, {ALGORITHMS[op][0]}'):
         run_local(2, lambda comm: getattr(comm, op)(np.zeros(4), algorithm="magic"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", ours("all_reduce"))
 @pytest.mark.parametrize("p", [2, 3, 8])
 def test_wrong_sizes_end_every_rank_with_an_error(p, algorithm):

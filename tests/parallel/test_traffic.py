@@ -83,6 +83,12 @@ def test_every_rank_sends_on_each_axis_what_was_predicted(name):
     assert counted(config) == [predicted_traffic(step_layout(config), rank) for rank in range(ranks)]
 
 
+def test_a_rank_with_both_ends_gathers_their_embedding():
+    ranks, flags = CASES["pairs of a forward and a backward"]
+    config = config_for(flags, ranks)
+    assert counted(config) == [predicted_traffic(step_layout(config), rank) for rank in range(ranks)]
+
+
 def test_each_rank_sends_the_head_of_keys_that_it_copies_over_cp():
     flags = "--tp 4 --cp 2 --model llama --kv-heads 2 --hidden 24 --context-parallel"
     for method in ("ring", "all-gather"):

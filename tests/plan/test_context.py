@@ -101,6 +101,7 @@ def test_memory_is_within_10_percent_of_the_ledger(flags, length):
     assert predicted == pytest.approx(max(run_local(ranks_of(config), peak)), rel=0.10)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_rank_has_the_parameters_of_the_program(model, tp):
@@ -266,6 +267,7 @@ def test_a_unit_waits_for_cp_and_so_does_the_step():
 # ---- the search ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("length", "space", "sizes"),
     [
@@ -277,6 +279,7 @@ def test_a_unit_waits_for_cp_and_so_does_the_step():
         (3 * LEAST_TOKENS, SearchSpace(), [1, 2, 3]),
         (1024, SearchSpace(cp=8), [8]),
         (1024, SearchSpace(cp=(4, 1, 4)), [1, 4]),
+        (1023, SearchSpace(cp=1), [1]),
     ],
 )
 def test_cp_leaves_a_rank_8192_tokens_unless_it_is_given(length, space, sizes):
@@ -335,6 +338,7 @@ def test_choices_printed_in_chapter_11(length, mesh, recompute, gigabytes, secon
     assert (round(best.memory.total / 1e9), round(best.time.total, 1)) == (gigabytes, seconds)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("given", "length", "words"),
     [

@@ -82,6 +82,7 @@ def test_bytes_over_ep_are_those_that_a_run_counts(flags):
     assert bytes_of_a_step(config, "ep") == [volume_of(config).ep] * ranks_of(config) != [0] * ranks_of(config)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_uniform_routing_sends_the_published_bytes(k, ranks):
@@ -162,6 +163,7 @@ def test_memory_is_within_10_percent_of_the_ledger(flags, length, routing):
     assert predicted == pytest.approx(max(run_local(ranks_of(config), peak)), rel=0.10)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("mesh", ["--dp 4", "--dp 4 --ep 2", "--dp 4 --ep 4", "--dp 2 --cp 2 --tp 2 --ep 4", *APART])
 def test_a_rank_holds_and_updates_what_the_program_places(mesh, zero):
@@ -317,6 +319,7 @@ def test_fewer_experts_on_a_rank_are_larger_products():
 # ---- the search ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("space", "replicas", "near", "sizes"),
     [
@@ -375,6 +378,7 @@ def test_zero_shards_experts_within_one_replica():
     assert {(one.dp, one.expert_shards, one.zero) for one in every} == {(1, 2, zero) for zero in range(4)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("given", "length", "words"),
     [
@@ -420,6 +424,7 @@ def test_what_would_fit_may_be_more_ep():
         plan(MIXTRAL, hosts_of_2, 256, 4096, replace(SPACE, **given))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "given", "words"),
     [
