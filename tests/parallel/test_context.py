@@ -46,6 +46,7 @@ def seen_pairs(order, rank, source, ranks, tokens):
     return [(q, k) for q, k in pairs if k <= q] if source == rank else pairs
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", [1, *RANKS])
 def test_every_query_sees_itself_and_all_before_it_once(order, ranks):
@@ -54,6 +55,7 @@ def test_every_query_sees_itself_and_all_before_it_once(order, ranks):
     assert sorted(pairs) == [(q, k) for q in range(length) for k in range(q + 1)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_lock_step_efficiency_is_the_published_fraction(order, ranks):
@@ -110,6 +112,7 @@ def test_attention_over_ranks_is_one_devices(method, order, ranks):
         np.testing.assert_allclose(gradient, dqkv, rtol=0, atol=1e-13)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("probability", [0.0, 0.3])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -275,6 +278,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_does_not_fit_is_refused_with_the_arithmetic(flags):
     line = f"--layers 2 --hidden 32 --heads 8 {flags}"

@@ -214,6 +214,7 @@ def test_any_optimizer_of_the_library_trains_the_same_bits(stage):
     assert run_local(3, rank, stage) == run_local(3, rank, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forward_alone_gives_every_rank_the_models_output(stage):
     x = np.ones((2, 3))
@@ -238,6 +239,7 @@ def refused(stage, script, error, remedy, size=2):
     run_local(size, rank)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_models_own_loss_is_refused(stage, size):
@@ -247,6 +249,7 @@ def test_the_models_own_loss_is_refused(stage, size):
     refused(stage, script, RuntimeError, r"Use wrapper.loss\(x, y\) instead of model.loss\(x, y\)", size)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_models_own_loss_is_refused_after_a_failure_too(stage):
     def script(ddp, x, y):
@@ -296,6 +299,7 @@ def test_plain_data_parallelism_takes_the_models_parameters():
     assert run_local(2, rank, True) == run_local(2, rank, False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_before_the_gradients_were_summed_is_refused(stage):
     def script(ddp, x, y):
@@ -307,6 +311,7 @@ def test_a_step_before_the_gradients_were_summed_is_refused(stage):
     refused(stage, script, RuntimeError, "run the backward pass of the last microbatch outside `no_sync`")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_scaled_backward_without_synchronize_is_refused(stage):
     def script(ddp, x, y):
@@ -359,6 +364,7 @@ def test_the_norm_of_shards_alone_is_refused(stage):
     refused(stage, script, ValueError, "call clip_grad_norm of the wrapper that sharded the model")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_without_loss_sum_is_refused(stage):
     class Mute(MLP):
@@ -391,6 +397,7 @@ def test_ranks_that_start_from_different_models_are_refused(stage):
         run_local(3, rank, 1e-9)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipping_before_the_gradients_are_summed_is_refused(stage):
     def rank(comm):

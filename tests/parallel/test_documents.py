@@ -35,6 +35,7 @@ def seen_pairs(ids, queries, keys, is_own) -> list[tuple[int, int]]:
     return [(q, k) for q, k in pairs if k <= q] if is_own else pairs
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ALL_ORDERS)
 @pytest.mark.parametrize("ranks", [1, *RANKS])
 def test_every_query_sees_its_document_up_to_itself_once(order, ranks):

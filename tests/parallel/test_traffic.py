@@ -154,6 +154,7 @@ def test_zero_sends_2_2_2_and_3_psi_and_2_per_more_microbatch(d):
     assert summed(replace(SERIAL, dp=d, zero_stage=3, microbatches=1), "dp") == 3 * PSI * (d - 1) + 2 * 2 * (d - 1) * 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("t", [2, 4, 8])
@@ -168,6 +169,7 @@ def test_a_layer_adds_8_bsh_per_microbatch_and_12_recomputed(t, sequence, recomp
         assert two - one == M * (12 if recompute else 8) * N * (t - 1) // t + replicated
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("c", [1, 2, 4])
 @pytest.mark.parametrize("method", ["ring", "all-gather", "ulysses"])
@@ -184,6 +186,7 @@ def test_attention_sends_the_published_elements_over_cp(method, c, recompute):
     assert [predicted_traffic(layout, rank)["cp"] for rank in range(c)] == [expected] * c
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("t", [1, 4])
 @pytest.mark.parametrize("p", [2, 4])
 def test_a_pipeline_sends_bsh_per_microbatch_cut_and_direction(p, t):

@@ -337,6 +337,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("flags", REFUSED)
 def test_flags_that_do_not_fit_are_refused_by_name(flags):
     with pytest.raises(UsageError, match=REFUSED[flags]):

@@ -92,6 +92,7 @@ def test_losses_are_added_in_the_order_of_the_samples():
     assert validation_loss(trainer, evaluation) == pytest.approx(1 / (62 * 8), rel=1e-9)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "digits"), [("bf16", 3), ("fp16", 4), ("float32", 5), ("float64", 10)])
 def test_the_loss_has_the_digits_that_every_layout_agrees_on(dtype, digits):
     config = config_of(f"--dtype {dtype}")
@@ -124,6 +125,7 @@ def test_the_held_out_text_is_not_trained_on():
     assert hold_out(resolve(parse([]), 1), TEXT) == (TEXT, None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("tokens", "kept", "starts"), [(90, 9, [0]), (169, 16, [0]), (170, 17, [0, 8]), (259, 25, [0, 8, 16])]
 )

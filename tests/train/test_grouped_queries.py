@@ -116,6 +116,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("flags", REFUSED)
 def test_ranks_that_cannot_share_or_copy_heads_are_refused(flags):
     with pytest.raises(UsageError, match=REFUSED[flags]):

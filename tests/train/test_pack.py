@@ -229,6 +229,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_does_not_fit_is_refused(flags):
     with pytest.raises(UsageError) as caught:

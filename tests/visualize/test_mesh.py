@@ -202,6 +202,7 @@ def test_heads_are_where_bytes_arrive_and_little_is_not_drawn():
     assert texts(figure).count("1000 B") == 2 and "10 B" not in texts(figure)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "sizes",
     [(pp, dp, tp) for pp in (1, 2, 3, 4) for dp in (1, 2, 4, 8) for tp in (1, 2, 4) if 1 < pp * dp * tp <= 64],
@@ -304,6 +305,7 @@ def chrome(mesh, message=("dp", 0, 1), ranks=2, **args):
 DP2 = {"pp": 1, "dp": 2, "tp": 1}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("trace", "line"),
     [

@@ -245,6 +245,7 @@ def test_all_numbers_of_a_picture_have_one_size():
         assert {text.get_rotation() for text in texts} == {0} and not any("\n" in text.get_text() for text in texts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (4, 8)])
 def test_live_activations_rise_to_the_peak_and_end_at_none(name, p, m):
@@ -307,6 +308,7 @@ def test_lightness_is_that_of_cielab_and_can_be_set():
         assert lightness(at_lightness(COLOURS["F"], target)) == pytest.approx(target, abs=0.5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shown", [["1f1b"], ["zb-h1"], ["1f1b", "zb-h2"], ["interleaved-1f1b"], ["zbv"]])
 def test_colours_survive_greyscale(shown):
     colours = palette(make(name, 2, 4) for name in shown)

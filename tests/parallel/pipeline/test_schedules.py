@@ -61,6 +61,7 @@ def examples(text):
     return p, m, [[cell for cell, before in zip(row, [None, *row], strict=False) if cell != before] for row in rows]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_example_in_each_docstring_is_its_output(name):
     p, m, rows = examples(SCHEDULES[name].__doc__)
@@ -82,6 +83,7 @@ def test_every_schedule_passes_the_checker(name, v):
         assert [homes.count(r) for r in range(p)] == [per_rank] * p
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, v", CASES)
 def test_a_stage_takes_the_microbatches_in_order(name, v):
     """F, and what adds to the weights' gradients (B, or W): without this the sums would not be one device's bits."""
@@ -124,6 +126,7 @@ def test_interleaving_one_stage_takes_as_long_as_1f1b():
     assert checked("interleaved-1f1b", 4, 8, 1).peak_activations == [7, 5, 3, 1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", SIZES)
 def test_warm_up_forwards(p):
     """1F1B p-1-r; interleaved (Megatron) 2(p-1-r) + (v-1)p; neither more than there are. Then one more, and its B."""
@@ -290,6 +293,7 @@ def test_a_message_takes_time_between_ranks_and_none_within():
     assert simulate(made("zbv", 2, 1), slow).makespan == (1 + 10 + 2 + 10 + 2) + 10 + 3 + 10 + 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p, m", [(1, 1), (2, 3), (4, 7), (8, 12)])
 def test_dualpipev_needs_twice_as_many_microbatches_as_ranks(p, m):
     with pytest.raises(UsageError, match=rf"microbatches {m} are fewer than 2\*pp = 2\*{p} = {2 * p}$"):
@@ -297,6 +301,7 @@ def test_dualpipev_needs_twice_as_many_microbatches_as_ranks(p, m):
     assert make("dualpipev", p, 2 * p).microbatches == 2 * p
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p, m", [(4, 6), (4, 2), (8, 12), (3, 1)])
 def test_interleaving_needs_whole_groups_of_microbatches(p, m):
     with pytest.raises(UsageError, match=f"microbatches/pp = {m}/{p} is not whole"):

@@ -316,6 +316,7 @@ TREES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("reduction", "leaves"), TREES)
 def test_trees_without_leaves_for_each_rank_are_refused(reduction, leaves):
     def program(comm):
