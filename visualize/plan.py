@@ -143,12 +143,10 @@ def _bars(
         look = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5, "hatch": HATCHES.get(part)}
         axes.bar(range(len(plans)), heights, 0.7, bottom, label=part, **look)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    names = [
-        "\n".join([f"plan {place}", *(f"{axis} {sizes[axis]}" for axis in mesh), _zero_name(plan)])
-        for place, plan, sizes in (
-            (i, one, dict(zip(AXES, _sizes(one), strict=True))) for i, one in enumerate(plans, 1)
-        )
-    ]
+    names = []
+    for place, plan in enumerate(plans, start=1):
+        sizes = dict(zip(AXES, _sizes(plan), strict=True))
+        names.append("\n".join([f"plan {place}", *(f"{axis} {sizes[axis]}" for axis in mesh), _zero_name(plan)]))
     axes.set_xticks(range(len(plans)), names, fontsize=8)
     axes.set_ylim(0, 1.4 * max(*bottom, 1e-9))
     # Narrower than by default: three columns of memory's names would touch the axis.

@@ -95,4 +95,4 @@ def place_groups(
     number_units(groups)
     for group in groups:
         for p in group.parameters:
-            p.zero_grad()  # the first step's would be added to it
+            p.zero_grad()  # the first step's gradient would be added to it

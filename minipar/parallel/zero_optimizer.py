@@ -54,7 +54,7 @@ class ZeroOptimizer:
         self.values = allocate("parameters", self.bucket.size, self.parameters[0].dtype)
         for p, view in self.bucket.views(self.values):
             p.move_to(view)
-            p.grad = None
+            p.zero_grad()  # the first step's gradient would be added to it
         check_is_replica(comm, self.parameters)
         dtype = xp.promote_types(self.values.dtype, "float32")
         gradient = allocate("gradients", self.bucket.size, dtype)

@@ -101,7 +101,7 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
     cp_forward, cp_backward = context_seconds(model, layout, cluster, length)
     ep_forward, ep_backward = expert_seconds(model, layout, cluster, length)
     tp = _TensorParallel(model, layout, cluster, length, layout.tp)
-    # The MLP's collectives: over etp, or all of tp.
+    # The MLP has collectives over etp, which are all of tp unless experts are cut over fewer.
     etp = _TensorParallel(model, layout, cluster, length, layout.expert_tp)
     full_recompute = layout.recompute == "full"
 
@@ -256,7 +256,7 @@ def ring_seconds(
 class _TensorParallel:
     """The collectives over `ranks` neighbours of tp in one microbatch, in seconds.
 
-    They are of the tokens of these ranks: of all tokens, but for experts where etp is less than tp.
+    They carry the tokens of these ranks: all tokens, except for experts where etp is less than tp.
 
     gather   an all-gather or a reduce-scatter of the activations, half of an all-reduce
     enter    before a column-parallel layer: the all-gather of sequence parallelism, or none
@@ -288,8 +288,8 @@ def _backward_sums(
 
     `columns` has each column-parallel layer's collectives, and the seconds of its weight gradient.
     The sum of its input gradient hides behind that, unless the schedule splits I from W or the
-    framework waits (Framework.hidden_sums). Each of the `rows`, row-parallel layers, gathers its
-    gradient under sequence parallelism, and nothing hides that.
+    framework waits (Framework.hidden_sums). `rows` has each row-parallel layer's collectives. It
+    gathers its gradient under sequence parallelism, and nothing hides that.
     """
     hidden = 0.0
     if cluster.framework.hidden_sums and not layout.splits_backward:

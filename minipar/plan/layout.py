@@ -247,7 +247,7 @@ class Activations:
     scores    elements for each head and each token attended to, divided over tp
     routed    multiples of h, of each row: a token at one of its experts. They are whole on each rank
               of etp, which has the rows of etp/tp of the tokens
-    router    values for each expert, of as many tokens
+    router    values for each expert, which a rank has for the same tokens
 
     Outside the layers:
     logits    multiples of the vocabulary, divided over tp

@@ -312,7 +312,7 @@ def volume(
     # A layer's forward passes for each backward.
     forwards = 2 if layout.recompute == "full" else 1
     hidden = layout.tokens(length) * model.hidden * precision.parameters
-    # Attention's, and the MLP's, which are over etp.
+    # Attention and the MLP each send as much: attention over tp, the MLP over etp.
     sums = 2 * (forwards + 1) * hidden
     etp = layout.expert_tp
     tp = (ring(sums, t) + ring(sums, etp) * etp / t) * m * layers

@@ -226,6 +226,21 @@ def test_gradients_from_before_the_wrapper_are_dropped(stage):
         assert bits(gradient) == bits(expected)
 
 
+def test_zero_optimizer_drops_gradients_from_before():
+    """Those of a tied embedding's second leaf, too."""
+
+    def rank(comm, before):
+        model = small_gpt()
+        if before:
+            own_samples(model, comm.rank)
+        optimizer = ZeroOptimizer(model.parameters(), SGD, comm, lr=0.1)
+        own_samples(model, comm.rank)
+        optimizer.step()
+        return bits({name: p.data for name, p in model.named_parameters()})
+
+    assert run_local(2, rank, True) == run_local(2, rank, False)
+
+
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_under_no_sync_gradients_add_up_and_none_is_sent(size, stage):

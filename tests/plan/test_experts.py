@@ -380,16 +380,15 @@ def test_zero_shards_experts_within_one_replica():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("given", "length", "words"),
+    ("ffn", "given", "length", "words"),
     [
-        ({"tp": 2, "etp": 1, "ffn": 13}, 64, None),
-        ({"tp": 4, "etp": 2, "ffn": 13}, 64, "ffn/etp = 13/2 is not a whole number"),
-        ({"tp": 2, "ffn": 13}, 64, "ffn/tp = 13/2 is not a whole number"),
-        ({"tp": 4, "ffn": 16}, 66, "tokens/tp = 66/4 is not a whole number"),
+        (13, {"tp": 2, "etp": 1}, 64, None),
+        (13, {"tp": 4, "etp": 2}, 64, "ffn/etp = 13/2 is not a whole number"),
+        (13, {"tp": 2}, 64, "ffn/tp = 13/2 is not a whole number"),
+        (16, {"tp": 4}, 66, "tokens/tp = 66/4 is not a whole number"),
     ],
 )
-def test_the_command_is_one_that_training_accepts(given, length, words):
-    ffn = given.pop("ffn")
+def test_the_command_is_one_that_training_accepts(ffn, given, length, words):
     model = replace(MIXTRAL, ffn=ffn)
     one = layout(dp=2, sequence_parallel=True, **given)
     if words is None:
