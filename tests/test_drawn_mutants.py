@@ -207,6 +207,18 @@ def test_no_lines_are_measured_that_a_mutant_does_not_need(condition, tmp_path):
     assert run([condition], one_round, 1, tmp_path / "trees")[0].outcome == CAUGHT
 
 
+def test_only_a_mutant_that_all_tests_of_its_line_pass_survives(condition, tmp_path):
+    """What a round has no time for runs after the last round."""
+    here = {condition.file: 1 << line_number(condition)}
+    passing = [MeasuredTest("tests/autograd/test_operations.py", 59.0, here)]
+    failing = [MeasuredTest("tests/nn/test_module.py", 70.0, here)]
+    (found,) = run([condition], lambda _: [passing + failing], 1, tmp_path / "one round")
+    assert found.outcome == CAUGHT and found.note.startswith("tests/nn/test_module.py")
+    elsewhere = [MeasuredTest("tests/nn/test_module.py", 70.0, {condition.file: 1})]
+    (found,) = run([condition], lambda _: [passing + elsewhere], 1, tmp_path / "other lines")
+    assert found.outcome == EQUIVALENT
+
+
 def test_a_listed_mutant_needs_the_quickest_tests_alone(condition):
     here = {condition.file: 1 << line_number(condition)}
     elsewhere = [MeasuredTest("elsewhere", 0.1, {"minipar/errors.py": 1})]

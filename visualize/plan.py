@@ -227,7 +227,7 @@ def layout_name(row: dict[str, Any]) -> str:
 def plot_agreement(rows: Sequence[dict[str, Any]]) -> Picture:
     """Draw a line for each layout, slowest first: time of a step, and peak memory of the fullest rank."""
     rows = sorted(rows, key=lambda row: -row["seconds"])
-    figure = picture(12.5, 2.0 + 0.25 * len(rows))
+    figure = picture(9.4, 2.0 + 0.27 * len(rows))
     time, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
     places = range(len(rows))
     measured = [1000 * row["seconds"] for row in rows]
@@ -236,25 +236,30 @@ def plot_agreement(rows: Sequence[dict[str, Any]]) -> Picture:
     spread += [[end - middle for end, middle in zip(ends, measured, strict=True)]]
     time.errorbar(measured, places, xerr=spread, fmt="none", ecolor=BLUE, elinewidth=2.5, alpha=0.35)
     predicted = [1000 * row["predicted_seconds"] for row in rows]
-    _pairs(time, measured, predicted, ends, "measured: median, range of the steps")
-    time.set_xlabel("time of a step, ms of the cpu clock (logarithmic)")
+    _pairs(time, measured, predicted, ends)
+    time.set_xlabel("time of a step, ms of the cpu clock")
     held = [row["peak_bytes"] / 1e6 for row in rows]
-    _pairs(memory, held, [row["predicted_bytes"] / 1e6 for row in rows], held, "measured: the ledger's peak")
-    memory.set_xlabel("memory of the fullest rank, MB (logarithmic)")
-    time.set_yticks(places, [layout_name(row) for row in rows], fontsize=8.5)
+    _pairs(memory, held, [row["predicted_bytes"] / 1e6 for row in rows], held)
+    memory.set_xlabel("memory of the fullest rank, MB")
+    time.set_yticks(places, [layout_name(row) for row in rows], fontsize=9)
     time.invert_yaxis()
-    title = f"{len(rows)} layouts of one model, measured and predicted. Percentages: predicted / measured - 1"
-    figure.suptitle(title, fontsize=11, color=INK)
+    figure.suptitle(f"{len(rows)} layouts of one model. Percentages: predicted / measured - 1", fontsize=11, color=INK)
+    figure.legend(*time.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure
 
 
-def _pairs(
-    axes: Axes, measured: Sequence[float], predicted: Sequence[float], ends: Sequence[float], label: str
-) -> None:
+def _pairs(axes: Axes, measured: Sequence[float], predicted: Sequence[float], ends: Sequence[float]) -> None:
     """Draw the two points of each row, and right of them, and of `ends`, their relative difference."""
     places = range(len(measured))
     axes.set_xscale("log")
-    axes.plot(measured, places, "o", color=BLUE, markersize=6, label=label)
+    axes.plot(
+        measured,
+        places,
+        "o",
+        color=BLUE,
+        markersize=6,
+        label="measured: median and range of the steps' time, peak memory",
+    )
     axes.plot(predicted, places, "|", color=VERMILION, markersize=13, markeredgewidth=2.2, label="predicted")
     for place, one, other, end in zip(places, measured, predicted, ends, strict=True):
         look = {"va": "center", "ha": "left", "fontsize": 8, "color": INK}
@@ -266,5 +271,4 @@ def _pairs(
     axes.set_xticks([tick for tick in ticks if low / 1.2 <= tick <= high * 1.2], minor=False)
     axes.set_xticks([], minor=True)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=9)
     tidy(axes)

@@ -138,6 +138,7 @@ def test_an_all_to_all_rejects_counts_that_do_not_fit(counts):
         run_local(2, lambda comm: comm.all_to_all(np.ones(3), counts=counts))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_broadcast_from_every_root(p):
     def program(comm):
@@ -218,6 +219,7 @@ def test_the_ring_has_the_bits_of_its_two_halves(p):
     run_local(p, program)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", ours("all_reduce"))
 def test_every_rank_ends_with_the_same_bits(algorithm):
     for p in RANKS:
@@ -225,6 +227,7 @@ def test_every_rank_ends_with_the_same_bits(algorithm):
         assert len(set(results)) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_counted_messages_and_bytes_equal_the_closed_forms(p):
     """`==`, for every algorithm, rank and size, chunks of unequal length included."""

@@ -184,6 +184,17 @@ def search():
     return about | {"plans": plans, "meshes": meshes, "assumptions": {"memory_used": 0.92}}
 
 
+def of_milliseconds(search):
+    """A planner's answer for a small model: a thousandth of the time and of the memory. Two plans have one mesh."""
+    plans = [*search["plans"], search["plans"][0] | {"zero_stage": 2}]
+    for each in plans:
+        each["seconds"] = {part: 1e-3 * value for part, value in each["seconds"].items()}
+        each["memory_bytes"] = {part: 1e-3 * value for part, value in each["memory_bytes"].items()}
+    small = ("seconds", "memory_bytes")
+    meshes = [each | {name: 1e-3 * each[name] for name in small} for each in search["meshes"]]
+    return search | {"plans": plans, "meshes": meshes, "gpu": {"name": "g", "memory": 60e6}}
+
+
 def layouts():
     """Rows of `bench layouts --machine`."""
     row = {"dp": 1, "tp": 1, "pp": 1, "zero_stage": 0, "schedule": None, "sequence_parallel": False}
@@ -214,11 +225,14 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "loss": lambda: measurements.plot_loss({"": rows(LOSSES)}, 1.5, "entropy"),
     "losses": lambda: measurements.plot_loss(TWO),
     "bytes": lambda: measurements.plot_bytes(TABLE),
+    "bytes_of_nothing": lambda: measurements.plot_bytes([{"op": "barrier", "bytes": 0}]),
     "bench": lambda: measurements.plot_bench(bench_rows()),
     "memory": lambda: measurements.plot_ledger({"a": moments(1), "b": moments(2)}),
     "plan": lambda: plan.plot_plan(search()),
+    "plan_of_milliseconds": lambda: plan.plot_plan(of_milliseconds(search())),
     "layouts": lambda: plan.plot_agreement(layouts()),
     "comparison": lambda: comparison.plot_comparison(RATIOS),
+    "comparison_of_many_steps": lambda: comparison.plot_comparison(dict.fromkeys(range(40, 67), RATIOS[3])),
     "schedule": lambda: schedule.plot_schedule(simulate(make("1f1b", 3, 5))),
     "schedules": lambda: schedule.plot_schedules(schedules()),
     "schedule_in_seconds": lambda: schedule.plot_schedule(schedules()["zb-h1"], seconds=True),

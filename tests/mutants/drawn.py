@@ -34,7 +34,7 @@ EQUIVALENT = "equivalent"
 NO_TEST = "no test executes it"
 LISTED = ROOT / "tests" / "mutants" / "equivalent.txt"
 QUICK_SECONDS = 5.0  # of tests that run first, in a process of their own: most mutants need few
-MOST_SECONDS = 60.0  # of tests against one mutant in a round, the quickest first
+MOST_SECONDS = 60.0  # of tests against one mutant in a round, the quickest first; the rest run after all rounds
 SLOWER = 8.0  # times as long as without a mistake, and SLACK seconds more, is a hang
 SLACK = 30.0
 TestsFor = Callable[[Change], Iterable[Sequence[MeasuredTest]]]
@@ -216,7 +216,10 @@ def with_mistakes(changes: Iterable[Change], folder: Path) -> Path:
 
 
 def judge(change: Change, rounds_of_tests: Iterable[Sequence[MeasuredTest]], folder: Path) -> Outcome:
-    """Put the mistake into a copy of the tree, in `folder`, and run tests there, round by round, until one fails."""
+    """Put the mistake into a copy of the tree, in `folder`, and run tests there, round by round, until one fails.
+
+    What the rounds have no time for runs after them.
+    """
     start = time.monotonic()
     tree = with_mistakes([change], folder)
     outcome, note = SURVIVED, NO_TEST
@@ -230,6 +233,10 @@ def judge(change: Change, rounds_of_tests: Iterable[Sequence[MeasuredTest]], fol
                 outcome, note = run_with_deadlines(tree, group)
         if outcome != SURVIVED:
             break
+    rest = [test for test in known if test.executes(change.file, change.lines) and test.name not in ran]
+    if outcome == SURVIVED and rest:  # only what all tests of its line pass has survived
+        ran += [test.name for test in rest]
+        outcome, note = run_with_deadlines(tree, rest)
     if note == NO_TEST:
         unmeasured = of_package(change, known)
         if unmeasured:

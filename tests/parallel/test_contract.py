@@ -129,6 +129,7 @@ def test_zero_grad_of_model_wrapper_and_optimizer_are_alike(name, of, stage):
     assert run_local(2, obvious_script, name, stage, "ordered", ZERO_GRADS[of]) == expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["GPT", "MLP"])
 def test_microbatches_accumulate_under_no_sync(name, stage):
@@ -162,6 +163,7 @@ def test_microbatches_accumulate_under_no_sync(name, stage):
             np.testing.assert_allclose(gradient[parameter_name], array, rtol=1e-10, atol=1e-15)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["GPT", "MLP"])
 def test_two_losses_in_one_pass_are_summed_over_the_ranks_once(name, stage):
@@ -199,6 +201,7 @@ def test_fully_shard_is_stage_3():
     assert run_local(1, lambda comm: type(fully_shard(MLP(), comm)) is type(shard(MLP(), comm, 3))) == [True]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_any_optimizer_of_the_library_trains_the_same_bits(stage):
     def rank(comm, stage):
@@ -326,6 +329,7 @@ def test_a_scaled_backward_without_synchronize_is_refused(stage):
     refused(stage, script, RuntimeError, "after scaled_backward: call wrapper.synchronize")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_after_zero_grad_is_refused(stage, summed):
@@ -382,6 +386,7 @@ def test_a_stage_that_does_not_exist_is_refused():
         run_local(1, lambda comm: shard(MLP(), comm, 4))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_that_start_from_different_models_are_refused(stage):
     """PyTorch's DistributedDataParallel copies rank 0's parameters; here every rank draws them alike."""

@@ -71,6 +71,7 @@ def passed(moe, x, indices, weights, dy):
     return y.data, x.grad, weights.grad, [p.grad for expert in moe.experts for p in expert.parameters()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_bits_are_those_of_one_device_in_one_pass(ranks, routing):
@@ -100,6 +101,7 @@ class Counted(Proxy):
         return result
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("ranks", RANKS[1:])
 def test_each_all_to_all_sends_the_rows_that_leave(ranks, routing):
@@ -236,6 +238,7 @@ def test_uniform_routing_sends_the_published_bytes():
 # ---- what a rank holds -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_rank_holds_all_but_experts_and_its_share_of_them(stage):
     config = config_of(f"--dp 4 --ep 2 --global-batch 4 --zero-stage {stage}")
@@ -297,6 +300,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", REFUSED)
 def test_sizes_that_do_not_fit_are_refused(layout):
     with pytest.raises(UsageError, match=re.escape(REFUSED[layout])):
@@ -327,6 +331,7 @@ def test_experts_need_a_wrapper_that_sums_their_gradients():
         run_local(2, lambda world: ZeroOptimizer(model_on(DeviceMesh(world, ep=2))[0].parameters(), AdamW, world))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_script_of_ones_own_clips_and_saves_as_one_device(stage):
     tokens = TEXT.ids[: 4 * 9].astype(np.int64).reshape(4, 9)

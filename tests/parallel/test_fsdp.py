@@ -164,7 +164,7 @@ def test_stage_2_never_has_more_than_two_full_gradients(size, algorithm):
     assert 1 <= gradients <= 2 and others == [0, 0, 0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_stage_3_never_has_more_than_two_units_parameters(size):
     """With prefetching the one in use and the next one; without, only the one in use."""
@@ -200,6 +200,7 @@ def forward_with_a_graph(ddp):
     ddp.kept = ddp.model.loss_sum(*batch(ddp.comm.rank))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("forward", [loss_of, forward_with_a_graph])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_forward_holds_two_blocks_and_the_graph_keeps_no_weight(size, forward):
@@ -221,6 +222,7 @@ def test_the_ledger_shows_a_weight_kept_by_the_graph(monkeypatch):
         assert most["buffers"] > 6 * BLOCK * 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "units"), [(ZeroStage2, 0), (FullyShardedDataParallel, 2)])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_backward_holds_two_gradients_next_to_the_units(size, kind, units):
@@ -299,6 +301,7 @@ def test_gathered_values_that_outlive_the_step_are_stale():
     assert loss != loss_of_serial(state)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_parameters_that_the_loss_does_not_use_count_as_zero(size, stage):
@@ -328,6 +331,7 @@ def test_parameters_that_the_loss_does_not_use_count_as_zero(size, stage):
 # ---- the parameters, whole again -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_rank_0_gets_every_parameter_by_name_others_none(size, stage):

@@ -57,7 +57,7 @@ def norms(layout, stage, max_norm=None, inspect=lambda trainer, norm: norm, **wr
     return run_local(ranks_of(config), rank)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_element_counts_once_in_the_same_bits_at_each_stage(layout):
     by_stage = [norms(layout, stage) for stage in range(4)]
@@ -83,6 +83,7 @@ def test_a_head_that_several_ranks_copy_counts_once(layout):
     assert run_local(8, rank) == [(pytest.approx(expected, rel=1e-14),) * 2] * 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_one_device_that_adds_as_many_chunks_has_the_same_bits(ranks):
     trainer = trainer_for(config_for(SHAPE), TEXT)
@@ -129,6 +130,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_communicator_gives_another_norm(name):
     layout, axes = WRONG[name]

@@ -188,6 +188,7 @@ def test_a_state_is_gathered_from_one_replica_alone():
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (6, 2), (6, 3)])
 def test_model_state_is_that_of_s_ranks_at_every_moment(ranks, replicas, stage):

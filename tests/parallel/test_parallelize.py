@@ -13,6 +13,7 @@ from minipar.parallel import parallelize as module
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.groups import by_unit, groups_over
 from minipar.parallel.parallelize import fully_shard, parallelize, shard
+from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import segment_groups
 from minipar.parallel.placement import Partial
 
@@ -55,6 +56,11 @@ def test_without_arguments_it_is_plain_data_parallelism():
         return len(made.ddp.buckets), len(by_unit(model)), len(segment_groups(model))
 
     assert run_local(2, rank) == [(4, 4, 5)] * 2
+
+
+def test_a_schedule_makes_no_pipeline_of_one_rank():
+    made = parallelize(small_gpt(), DeviceMesh(serial()), schedule=make("1f1b", 1, 2))
+    assert made.pipeline is None
 
 
 def test_units_may_be_segments_as_in_a_pipeline():

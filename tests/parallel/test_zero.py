@@ -195,6 +195,7 @@ def test_ranks_that_divide_every_bucket_send_2_2_2_and_3_psi(stage, size, hidden
         assert (sum(sent.values()) - scalars) * size == volume * psi * (size - 1) * 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("size", [2, 5])
 def test_microbatches_that_accumulate_are_reduced_once(size, stage):
@@ -202,6 +203,7 @@ def test_microbatches_that_accumulate_are_reduced_once(size, stage):
         assert sent == expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("size", [2, 5])
 def test_synchronizing_every_microbatch_reduces_as_many_times(size, stage):
@@ -241,6 +243,7 @@ def test_zero_optimizer_drops_gradients_from_before():
     assert run_local(2, rank, True) == run_local(2, rank, False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_under_no_sync_gradients_add_up_and_none_is_sent(size, stage):

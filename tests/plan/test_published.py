@@ -75,6 +75,7 @@ def test_with_zero_it_is_among_the_best_five_in_seven_rows(name, most):
     assert rank_of_the_authors_mesh(name, SearchSpace()) <= most
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "gpus", "batch", "pp", "v", "b", "selective", "full"),
     [

@@ -90,6 +90,7 @@ def test_copies_that_are_not_summed_are_noticed():
     assert "verify: FAILED: after step 1 of 2: gradient of model.layers." in line
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rank", range(4))
 def test_a_copy_that_differs_on_any_rank_is_seen(rank):
     """Ranks 0 and 1 have the one head, 2 and 3 the other; a head that nobody copies may differ."""

@@ -32,6 +32,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mixtral_trains_as_one_device(layout):
     config = config_for(f"{SHAPE} {RUN} {LAYOUTS[layout]}")
@@ -93,6 +94,7 @@ def test_the_flags_make_the_model_and_rank_0_says_so():
 # ---- checkpoints and files -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [("--dp 2", "--dp 2 --zero-stage 3"), ("--pp 2", "--tp 2"), ("--tp 2", ""), ("--cp 2", "--dp 2 --zero-stage 1")],
@@ -115,6 +117,7 @@ def test_a_resumed_run_keeps_its_experts(tmp_path):
         trainer_for(config_for(f"{SHAPE} {RUN} --experts 5 --top-k 1 --resume {tmp_path}"), TEXT)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("flags", ["", "--dp 2 --zero-stage 3", "--tp 2", "--pp 2"])
 def test_an_exported_mixtral_is_the_trained_one(flags, tmp_path):
     config = config_for(f"{SHAPE} {RUN} {flags}")

@@ -1,5 +1,6 @@
 """Claims about training through a pipeline: every synchronous schedule trains one device's bits."""
 
+import re
 from itertools import product
 
 import numpy as np
@@ -207,3 +208,16 @@ def test_a_bad_file_is_refused_with_action_and_rank(tmp_path):
     flags = f"--steps 1 --pp 2 --microbatches 1 --global-batch 1 --schedule {path}"
     result = run_mpi(2, ["-m", "minipar.train", *flags.split()], timeout=30)
     assert result.returncode == 2 and "rank 1, 1F0: needs 0F0 from rank 0, but rank 1 has no 1RECV_F0" in result.stderr
+
+
+def test_a_memory_limit_counts_each_ranks_own_stage():
+    """Rank 0 trains both tables and two blocks of 3,280 parameters, rank 1 a block and the last norm."""
+
+    def rank(comm):
+        try:
+            trainer_for(config, TOKENS, comm)
+        except UsageError as error:
+            return re.search(r"holds 4\*([\d,]+) \(parameters\)", str(error))[1]
+
+    config = training.config_for("--layers 3 --hidden 16 --heads 2 --seq-len 8 --pp 2 --memory-limit 1KB", 2)
+    assert run_local(2, rank) == [f"{4096 + 128 + 2 * 3280:,}", f"{3280 + 32:,}"]

@@ -318,6 +318,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_2_bytes_do_not_have_is_refused(flags):
     with pytest.raises(UsageError, match=re.escape(REFUSED[flags])):

@@ -40,6 +40,7 @@ def serial_training(make_optimizer, recompute):
     return losses, model.state_dict()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("make_optimizer", [AdamW, lambda parameters: SGD(parameters, 0.1, 0.9, 0.01)])
 def test_the_serial_gpt_trains_on_a_device(device, make_optimizer, recompute):

@@ -77,6 +77,7 @@ def test_ordered_ranks_train_one_devices_bits(size, flags):
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("digits", [12, 23, 4000])
 @pytest.mark.parametrize("flag", ["--vocab-size", "--layers", "--hidden", "--seq-len"])
 @pytest.mark.parametrize(("dtype", "nbytes"), [("float32", 16), ("float64", 32)])

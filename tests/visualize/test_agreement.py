@@ -24,9 +24,14 @@ def test_names():
 
 def test_points_are_the_rows_slowest_first():
     time, memory = plot_agreement([PLAIN, MUCH]).axes
-    drawn = {line.get_label(): [float(x) for x in line.get_xdata()] for line in (*time.lines, *memory.lines)}
-    assert drawn["measured: median, range of the steps"] == [900.0, 500.0]
-    assert drawn["measured: the ledger's peak"] == [4.0, 4.0] and drawn["predicted"] == [3.0, 3.0]
+    (measured, predicted), (held, foreseen) = (
+        [list(map(float, line.get_xdata())) for line in each.lines[-2:]] for each in (time, memory)
+    )
+    assert measured == [900.0, 500.0] and predicted == [550.0, 550.0]
+    assert held == [4.0, 4.0] and foreseen == [3.0, 3.0]
+    (legend,) = time.figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named == ["measured: median and range of the steps' time, peak memory", "predicted"]
     assert [text.get_text() for text in time.texts] == ["-39 %", "+10 %"]
     assert [text.get_text() for text in memory.texts] == ["-25 %", "-25 %"]
     assert [label.get_text() for label in time.get_yticklabels()] == [layout_name(MUCH), "one device"]

@@ -63,6 +63,7 @@ def texts(figure):
     return [text.get_text() for text in figure.axes[0].texts]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [CUBE, {"dp": 3, "tp": 2}, {"dp": 8}, {"pp": 3, "tp": 2}], ids=str)
 def test_bytes_and_messages_are_counted_and_the_closed_form(tmp_path, sizes):
     traffic, counted = run(tmp_path, **sizes)
@@ -121,6 +122,7 @@ def test_training_is_drawn_with_the_bytes_that_it_sends(tmp_path):
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [CUBE, {"pp": 2, "dp": 4, "tp": 2}, {"dp": 8}, {"dp": 2}], ids=str)
 def test_each_pair_that_talks_is_one_line_as_wide_as_its_bytes(tmp_path, sizes):
     traffic, _ = run(tmp_path, **sizes)

@@ -4,7 +4,6 @@ import pytest
 from picture_text import PICTURES, RECORDED, as_text
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_the_recorded_one(name):
     recorded = (RECORDED / f"{name}.txt").read_text(encoding="utf-8")

@@ -62,6 +62,7 @@ def expected(line, scale=1.0) -> list[tuple[float, float, int, str]]:
 # ---- what is drawn ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "p", "m"),
     [
@@ -87,6 +88,7 @@ def test_idle_time_is_white_and_framed():
     assert len(frames) == 4 and all(lightness(to_hex(frame.get_edgecolor()[0])) < 95 for frame in frames)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "p", "m", "v", "said"),
     [

@@ -87,6 +87,7 @@ def test_recompute_and_dropout_in_every_combination(name, recompute, dropout):
     assert differing(runs, one_device(5, 4, recompute, 0.1 - dropout)) != []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("counts", [[4, 1, 1, 1], [1, 1, 4, 1], [2, 2, 2, 1], [1, 3, 1, 2]])
 @pytest.mark.parametrize("name", ["gpipe", "zb-h2"])
 def test_stages_may_be_cut_anywhere(name, counts):
@@ -102,6 +103,7 @@ def test_the_tied_embedding_collects_gradients_where_they_arise():
     assert [run.gradients["wte.weight tied 0"] is not None for run in runs] == [True, False]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv", "dualpipev"])
 def test_each_cut_carries_an_activation_and_a_gradient(name):
     m = 6 if name == "dualpipev" else 4
@@ -142,6 +144,7 @@ class NotesGraphs(PipelineStage):
         return super().forward(microbatch, x, note)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"])
 def test_activations_are_freed_when_their_backward_is_done(name):
     """At once, with no help from the garbage collector: a later action never sees the graph of an earlier backward."""
@@ -169,6 +172,7 @@ def test_activations_are_freed_when_their_backward_is_done(name):
         gc.enable()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])
 def test_the_ledger_counts_the_microbatches_that_are_alive(name, recompute):
@@ -264,6 +268,7 @@ def test_a_second_step_adds_to_the_gradients_of_the_first():
 # -- schedules from elsewhere ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zbv", "interleaved-1f1b", "dualpipev"])
 @pytest.mark.parametrize("messages", [False, True], ids=["computations only", "with messages"])
 def test_a_schedule_from_a_csv_runs(name, messages, tmp_path):

@@ -146,6 +146,7 @@ PEAKS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PEAKS)
 def test_peak_activations(name):
     for p, m in grid(name):
@@ -177,6 +178,7 @@ def test_weight_gradients_wait_only_where_they_are_put_off():
 F_I_W = [(1, 1, 1), (3, 4, 2), (4, 2, 3), (Fraction(3, 2), Fraction(5, 3), Fraction(3, 4))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("durations", F_I_W)
 def test_handcrafted_schedules_are_as_idle_as_the_paper_says(durations):
     """Rank 0, the largest cost, is idle (p-1)(F+I-W) under ZB-H1 with m >= p, and (p-1)(F+I-2W) under ZB-H2 with

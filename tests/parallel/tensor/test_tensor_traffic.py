@@ -86,6 +86,7 @@ def test_a_layer_adds_8_bsh_with_and_without_sequence(tp):
             assert ("all_gather" in ops) == sequence == ("reduce_scatter" in ops)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_dp_sends_a_t_th_and_leaves_the_tensor_axis_alone(stage, sequence):
@@ -195,6 +196,7 @@ def test_sequence_divides_all_but_the_column_layers_inputs(tp, dropout):
     assert with_sequence < without < serial_bytes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_recompute_keeps_the_input_which_sequence_divides(tp):
     n = 3 * SHAPES[tp][1] * HIDDEN
