@@ -99,7 +99,8 @@ def place(artist: Artist) -> str:
     if isinstance(artist, AxesImage):
         return f"{values_text(artist.get_extent())} {values_text(artist.get_array())}"
     if isinstance(artist, Legend):
-        return repr([text.get_text() for text in artist.get_texts()])
+        frame = " framed" if artist.get_frame_on() else ""
+        return f"{[text.get_text() for text in artist.get_texts()]}{frame}"
     if isinstance(artist, Patch):
         path = artist.get_patch_transform().transform_path(artist.get_path())
         return values_text(path.vertices)
@@ -185,8 +186,8 @@ def search():
 
 
 def of_milliseconds(search):
-    """A planner's answer for a small model: a thousandth of the time and of the memory. Two plans have one mesh."""
-    plans = [*search["plans"], search["plans"][0] | {"zero_stage": 2}]
+    """A planner's answer for a small model: a thousandth of the time and of the memory. Two plans have each mesh."""
+    plans = [each | {"zero_stage": stage} for stage in (1, 2) for each in search["plans"]]
     for each in plans:
         each["seconds"] = {part: 1e-3 * value for part, value in each["seconds"].items()}
         each["memory_bytes"] = {part: 1e-3 * value for part, value in each["memory_bytes"].items()}
@@ -209,6 +210,7 @@ def schedules():
     return {"zb-h1": simulate(make("zb-h1", 3, 4), times), "interleaved-1f1b": simulate(make("interleaved-1f1b", 2, 4))}
 
 
+COMPARED = ("gpipe", "1f1b", "zb-h1")
 RATIOS = {step: {f"p{i}": None if step < i else 2.0 ** (i - 3) for i in range(6)} for step in range(4)}
 LOSSES = [5 - 4 * i / (i + 50) + 0.1 * (i % 3) for i in range(300)]
 TWO = {"one": rows(LOSSES[:20]), "two": rows([2 * loss for loss in LOSSES[:20]])}
@@ -235,6 +237,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "comparison_of_many_steps": lambda: comparison.plot_comparison(dict.fromkeys(range(40, 67), RATIOS[3])),
     "schedule": lambda: schedule.plot_schedule(simulate(make("1f1b", 3, 5))),
     "schedules": lambda: schedule.plot_schedules(schedules()),
+    "schedules_compared": lambda: schedule.plot_schedule({name: simulate(make(name, 3, 4)) for name in COMPARED}),
     "schedule_in_seconds": lambda: schedule.plot_schedule(schedules()["zb-h1"], seconds=True),
 }
 

@@ -264,7 +264,8 @@ REFUSED = {
     "--cp 4 --seq-len 12": "seq-len/(2*cp) = 12/8 is not a whole number",
     "--cp 4 --seq-len 14 --cp-order contiguous": "seq-len/cp = 14/4 is not a whole number",
     "--cp 2 --tp 4 --seq-len 12 --sequence-parallel": "tokens/tp = 6/4 is not a whole number",
-    "--cp 3 --seq-len 12 --context-parallel ulysses": "heads/cp = 8/3 is not a whole number",
+    "--cp 3 --seq-len 12 --context-parallel ulysses": "heads/cp = 8/3 is not a whole number: "
+    "ulysses cuts each tp rank's heads",
     "--cp 4 --tp 4 --seq-len 32 --context-parallel ulysses": "heads/cp = 2/4 is not a whole number",
     "--context-parallel ring": "--context-parallel and --cp-order are about context parallelism; give --cp 2 or more",
     "--cp-order zigzag": "--context-parallel and --cp-order are about context parallelism; give --cp 2 or more",

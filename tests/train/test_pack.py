@@ -151,12 +151,16 @@ def test_documents_are_another_training():
 # ---- resumed and evaluated -------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_goes_on_with_the_same_documents(tmp_path):
+@pytest.mark.parametrize("separator", [5, 0])
+def test_a_resumed_run_goes_on_with_the_same_documents(separator, tmp_path):
     """In another layout, and with `--pack` from the checkpoint."""
-    flags = "--steps 4 --dp 2"
-    whole, reports = run_until(TEXT, config_of(flags))
-    run_until(TEXT, config_of(flags), save_to=tmp_path, stop=2)
-    resumed, later = run_until(TEXT, config_of(f"{flags} --zero-stage 3 --resume {tmp_path}"))
+
+    def config_of(flags):
+        return config_for(f"{FLAGS} --steps 4 --dp 2 {flags}".replace("--pack 5", f"--pack {separator}"))
+
+    whole, reports = run_until(TEXT, config_of(""))
+    run_until(TEXT, config_of(""), save_to=tmp_path / "new" / "directory", stop=2)
+    resumed, later = run_until(TEXT, config_of(f"--zero-stage 3 --resume {tmp_path / 'new' / 'directory'}"))
     assert bits(resumed) == bits(whole) and later == reports[2:]
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -226,6 +227,19 @@ def test_in_2_bytes_the_rounding_is_measured_not_assumed(dtype, kind):
     config = config_for(f"{SHAPE} --model llama --tp 2 --dtype {dtype} --steps 2")
     verdict = verdicts(config, TEXT, kind)[0]
     assert verdict.passed == (kind is Trainer), verdict.line
+
+
+class ReportsTheNextNorm(Trainer):
+    def _clip_grad_norm(self, max_norm):
+        return math.nextafter(super()._clip_grad_norm(max_norm), math.inf)
+
+
+def test_a_norm_that_is_rounded_otherwise_is_not_called_bit_for_bit():
+    """Two ranks' sums have one device's bits in a ring, too, so all gradients are equal."""
+    config = config_for(f"{SHAPE} --dp 2 --dtype float64 --steps 2")
+    for kind, expected in ((Trainer, "2 ranks = 1 device, bit for bit"), (ReportsTheNextNorm, "within rounding")):
+        for verdict in verdicts(config, TEXT, kind):
+            assert verdict.passed and expected in verdict.line, verdict.line
 
 
 class MiscountsLoads(Trainer):

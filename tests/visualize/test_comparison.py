@@ -42,6 +42,8 @@ def test_many_parameters_are_all_drawn_and_some_named():
     figure = plot_comparison({step: {f"p{i}": 2.0 for i in range(400)} for step in range(50)})
     assert len(pixels(figure)) == 400 and len(pixels(figure)[0]) == 50
     assert len(figure.axes[0].get_yticks()) <= 60 and len(figure.axes[0].get_xticks()) <= 12
+    heights = [plot_comparison({0: dict.fromkeys(map(str, range(n)), 2.0)}).get_figheight() for n in (8, 50, 400)]
+    assert heights == [3.0, pytest.approx(9.6), 14.0]
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,15 @@ def test_an_optimizer_that_takes_no_time_still_ends_its_step():
     assert axes.get_xlim() == pytest.approx((0, 20))
 
 
+def test_short_steps_after_a_long_one_have_their_own_unit():
+    data = chrome(ranks=1, steps=0)
+    for begin, seconds in ((0.0, 10.0), (10.0, 0.004), (10.004, 0.004)):
+        forward = slice_event("forward", 0, 0, begin, seconds)
+        data["traceEvents"] += [forward, slice_event("optimizer", 0, 0, begin + seconds, 0)]
+    axes = plot_timeline(parse_trace(data), slice(1, 3)).axes[0]
+    assert axes.get_xlim() == pytest.approx((0, 8)) and axes.get_xlabel().startswith("time (ms")
+
+
 def test_steps_that_are_not_there_are_refused():
     with pytest.raises(UsageError, match=r"chooses none of the trace's 3 steps \(0 to 2\)"):
         plot_timeline(parse_trace(chrome()), slice(3, None))
