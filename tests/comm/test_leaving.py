@@ -2,15 +2,18 @@
 
 import math
 import re
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from launcher import ROOT, run_mpi
 
-from minipar.comm import run_local
+from minipar.comm import run_local, serial
+from minipar.comm.ending import abort_with_traceback
 from minipar.comm.work import SAY_SECONDS
 from minipar.errors import CommunicationError
 
@@ -165,6 +168,19 @@ def test_a_process_reports_what_it_never_waited_for_at_its_end(ranks):
     assert result.returncode == 0 and len(lines) == ranks
     for rank, line in enumerate(lines):
         assert line.startswith(f"minipar: rank {rank}, all_reduce recursive_doubling, issued at ")
+
+
+def test_after_an_error_no_work_is_reported_as_never_waited_for(capfd, monkeypatch):
+    """Also where another rank ends the job first, so that `abort` returns."""
+    mpi = SimpleNamespace(MPI=SimpleNamespace(Is_finalized=lambda: False, Exception=OSError))
+    monkeypatch.setitem(sys.modules, "mpi4py", mpi)
+    monkeypatch.setitem(sys.modules, "minipar.comm.mpi", SimpleNamespace(abort=lambda code: None))
+    comm = serial()
+    comm.transport = SimpleNamespace(notices=SimpleNamespace(print_once=lambda text: None))
+    comm.all_reduce(np.ones(3), async_op=True)
+    abort_with_traceback(comm, ValueError, ValueError("an error"), None)
+    comm.engine.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_work_tested_once_and_never_finished_is_reported(capfd):
