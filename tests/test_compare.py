@@ -425,6 +425,16 @@ def test_a_record_needs_a_new_directory(tmp_path):
     assert "exists already: give each record a new directory" in second.stderr
 
 
+def test_a_recorder_that_is_stopped_leaves_the_trainer_as_it_was(tmp_path):
+    trainer = trainer_for(config_for(f"{MODEL} --dp 1"), TEXT)
+    callbacks = (trainer.gradient_callbacks, trainer.step_callbacks)
+    before = [list(each) for each in callbacks]
+    recorder = Recorder(trainer, str(tmp_path / "r"))
+    assert [len(each) for each in callbacks] == [1 + len(each) for each in before]
+    recorder.stop()
+    assert [list(each) for each in callbacks] == before
+
+
 def test_a_record_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     config = config_for(f"{MODEL} --dp 1")
     trainer = trainer_for(config, TEXT)

@@ -63,6 +63,11 @@ def test_the_cost_model_counts_the_operations_of_the_pieces(shape):
     assert sum(counted) == (machine.WARMUP + 1) * (BLOCKS * block + ends)
 
 
+def test_pieces_without_products_have_no_flops():
+    amounts = amounts_of(Shape(32, 4, 8, 3), 0.0)
+    assert [piece for piece in PIECES if flops(piece, amounts) == 0.0] == ["embed F", "embed B", "norm", "AdamW"]
+
+
 def test_amounts_that_tensor_and_sequence_parallelism_divide():
     """Products, logits and matrices; with sequence parallelism the head's input and all that a block keeps. What is to
     be summed is copied whole, if there is anybody to sum with.

@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 import threading
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, fields
 from types import SimpleNamespace
 
@@ -70,6 +70,14 @@ def test_a_count_below_1_names_all_of_its_flags(values):
     with pytest.raises(UsageError, match=f"^--repeat {values[0]} --seq-len {values[1]}: expected at least 1 of each$"):
         check_positive(args, "repeat", "seq_len")
     check_positive(Namespace(repeat=1, seq_len=1), "repeat", "seq_len")
+
+
+@pytest.mark.parametrize("name", ["repeat", "batch", "microbatches"])
+def test_a_pipelines_counts_are_at_least_1(name):
+    parser = ArgumentParser()
+    pipeline.add_arguments(parser)
+    with pytest.raises(UsageError, match=f"--{name} 0"):
+        run_local(2, pipeline.run, parser.parse_args([f"--{name}", "0"]))
 
 
 def test_sizes_have_binary_multiples():

@@ -338,6 +338,10 @@ def test_choices_printed_in_chapter_11(length, mesh, recompute, gigabytes, secon
     assert (round(best.memory.total / 1e9), round(best.time.total, 1)) == (gigabytes, seconds)
 
 
+def test_without_cp_a_sequence_may_have_any_length():
+    assert judge(LLAMA, layout(dp=2), a100s(2), 2, 7) is not None
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("given", "length", "words"),
