@@ -5,6 +5,7 @@ from combinations import TEXT, VOCAB
 from training import trainer_for
 
 from minipar.comm import run_local
+from minipar.parallel.layout import StepLayout
 from minipar.train.config import parse, resolve
 from minipar.train.from_config import step_layout
 
@@ -29,6 +30,13 @@ def test_without_coordinates_the_placements_are_those_of_rank_0():
     assert layout.placements() == layout.placements(**layout.coordinates(0))
     others = [layout.placements(**layout.coordinates(rank)) for rank in (1, 2, 4, 8)]
     assert all(other != layout.placements() for other in others)
+
+
+def test_what_a_layout_is_not_told_is_what_a_command_line_without_flags_has():
+    layout = step_layout(resolve(parse(SHAPE.split()), 1))
+    sizes = (layout.model, layout.length, layout.samples, layout.microbatches, layout.itemsize)
+    bytes_of_gradients = {"gradient_itemsize": layout.gradient_itemsize, "reduce_itemsize": layout.reduce_itemsize}
+    assert StepLayout(*sizes, **bytes_of_gradients) == layout
 
 
 @pytest.mark.parametrize("flags", LAYOUTS)

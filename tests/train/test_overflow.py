@@ -14,7 +14,7 @@ from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.train.__main__ import train
 from minipar.train.checkpoint import checksum
-from minipar.train.precision import GOOD_STEPS, LOSS_SCALE
+from minipar.train.precision import GOOD_STEPS, LOSS_SCALE, refuse_divergence
 from minipar.train.progress import Metrics, Progress
 from minipar.train.trainer import Trainer
 
@@ -174,3 +174,15 @@ def test_skip_nonfinite_skips_in_any_precision():
     kind = type("Overflowing", (Overflowing,), {"where": 1})
     results = on_each_rank(config, TEXT, lambda _, results: results, kind)[0]
     assert [result.skipped for result in results] == [0, 1, 1] and not math.isfinite(results[1].grad_norm)
+
+
+def test_the_first_rank_and_its_first_parameter_that_are_not_finite_are_named():
+    def rank(comm):
+        trainer = trainer_for(config_of("--dp 3 --global-batch 6"), TEXT, comm)
+        parameters = trainer.optimizer.parameters
+        for number, p in enumerate(parameters):
+            p.grad = np.full(p.shape, np.nan if comm.rank > 0 and number > 1 else 1.0)
+        refuse_divergence(comm, parameters, 4, 3.0, math.nan, 0.1)
+
+    with pytest.raises(UsageError, match=r"loss 3 and gradient norm nan in step 5: rank 1, ln_f\.weight"):
+        run_local(3, rank)
