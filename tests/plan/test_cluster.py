@@ -148,3 +148,11 @@ def test_a_gpu_file_that_is_a_pipe_or_a_device_is_refused(tmp_path):
     for path in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
         with pytest.raises(UsageError, match="not a regular file"):
             find_gpu(path)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_fraction_of_a_data_sheet_is_at_most_1(name):
+    known = PROGRAMS[name].assumptions
+    for fraction in (known.products, known.copies, known.links, known.cards, known.memory_used):
+        assert fraction is None or 0 < fraction <= 1
+    assert 1 <= known.all_reduce <= 2  # a tree's, and a ring's
