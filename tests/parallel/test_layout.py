@@ -32,7 +32,7 @@ def test_without_coordinates_the_placements_are_those_of_rank_0():
     assert all(other != layout.placements() for other in others)
 
 
-def test_what_a_layout_is_not_told_is_what_a_command_line_without_flags_has():
+def test_a_layouts_defaults_are_those_of_no_flags():
     layout = step_layout(resolve(parse(SHAPE.split()), 1))
     sizes = (layout.model, layout.length, layout.samples, layout.microbatches, layout.itemsize)
     bytes_of_gradients = {"gradient_itemsize": layout.gradient_itemsize, "reduce_itemsize": layout.reduce_itemsize}

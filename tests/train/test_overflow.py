@@ -176,7 +176,7 @@ def test_skip_nonfinite_skips_in_any_precision():
     assert [result.skipped for result in results] == [0, 1, 1] and not math.isfinite(results[1].grad_norm)
 
 
-def test_the_first_rank_and_its_first_parameter_that_are_not_finite_are_named():
+def test_the_first_rank_and_parameter_not_finite_are_named():
     def rank(comm):
         trainer = trainer_for(config_of("--dp 3 --global-batch 6"), TEXT, comm)
         parameters = trainer.optimizer.parameters

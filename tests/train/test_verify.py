@@ -234,7 +234,7 @@ class ReportsTheNextNorm(Trainer):
         return math.nextafter(super()._clip_grad_norm(max_norm), math.inf)
 
 
-def test_a_norm_that_is_rounded_otherwise_is_not_called_bit_for_bit():
+def test_a_norm_rounded_otherwise_is_not_bit_for_bit():
     """Two ranks' sums have one device's bits in a ring, too, so all gradients are equal."""
     config = config_for(f"{SHAPE} --dp 2 --dtype float64 --steps 2")
     for kind, expected in ((Trainer, "2 ranks = 1 device, bit for bit"), (ReportsTheNextNorm, "within rounding")):
