@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from launcher import ROOT
 
 from minipar.errors import UsageError
 from minipar.parallel.memory import FLOAT32, FLOAT64, model_state
@@ -252,3 +253,25 @@ def test_explorers_have_the_names_and_sizes_of_the_library(page):
 def test_explorers_have_the_colours_of_the_pictures(page):
     axes = {axis: colour for axis, (colour, _) in LOOKS.items()}
     assert page["COLOURS"] == {name: (COLOURS | axes)[name] for name in page["COLOURS"]}
+
+
+# ---- the start page's map --------------------------------------------------------------------------------------------
+
+CELLS = """
+import { DEVICES, cellOf } from "./docs/site/static/map.js";
+const devices = Array.from({ length: DEVICES }, (_, device) => device);
+console.log(JSON.stringify([2, 4].map((columns) => devices.map((device) => cellOf(device, columns)))));
+"""
+
+
+def test_neighbours_in_a_ring_stand_side_by_side_on_any_screen():
+    """Otherwise an arrow passes behind other devices."""
+    argv = [NODE, "--input-type=module", "--eval", CELLS]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    for cells, columns in zip(json.loads(done.stdout), (2, 4), strict=True):
+        places = [(cell["column"], cell["row"]) for cell in cells]
+        rows = 8 // columns
+        assert sorted(places) == [(column, row) for column in range(columns) for row in range(rows)]
+        following = [*places[1:], places[0]]
+        apart = [abs(x - u) + abs(y - v) for (x, y), (u, v) in zip(places, following, strict=True)]
+        assert apart == [1] * 8

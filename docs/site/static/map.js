@@ -72,10 +72,20 @@ const GAP = 34;
 const CELL = 6.5;
 const COLOUR = { batch: COLOURS.I, model: COLOURS.parameters, state: COLOURS.optimizer };
 
-// Where a device stands: rows are walked to and fro, so that neighbours in a ring stand side by side.
+// Where a device stands: they go around the edge, so that neighbours in a ring stand side by side, and so do the last
+// and the first. The grid has two columns or two rows, so all of it is edge.
+export function cellOf(device, columns) {
+  const rows = DEVICES / columns;
+  const right = columns - 1; // the last device of the first row
+  const bottom = right + rows - 1; // the last one that goes down
+  if (device <= right) return { column: device, row: 0 };
+  if (device <= bottom) return { column: right, row: device - right };
+  if (device <= bottom + right) return { column: right - (device - bottom), row: rows - 1 };
+  return { column: 0, row: DEVICES - device };
+}
+
 function place(device, columns) {
-  const row = Math.floor(device / columns);
-  const column = row % 2 ? columns - 1 - (device % columns) : device % columns;
+  const { column, row } = cellOf(device, columns);
   return { x: GAP + column * (BOX.width + GAP), y: GAP + row * (BOX.height + GAP) };
 }
 
