@@ -258,20 +258,24 @@ def test_explorers_have_the_colours_of_the_pictures(page):
 # ---- the start page's map --------------------------------------------------------------------------------------------
 
 CELLS = """
-import { DEVICES, cellOf } from "./docs/site/static/map.js";
+import { DEVICES, cellOf, cubeCellOf, pairs } from "./docs/site/static/map.js";
 const devices = Array.from({ length: DEVICES }, (_, device) => device);
-console.log(JSON.stringify([2, 4].map((columns) => devices.map((device) => cellOf(device, columns)))));
+const at = ({ column, row }) => [column, row];
+for (const [links, cell] of [["ring", cellOf], ["line", cellOf], ["cube", cubeCellOf]])
+  for (const columns of [2, 4])
+    console.log(JSON.stringify([links, columns, devices.map((one) => at(cell(one, columns))), pairs(links)]));
 """
 
 
-def test_neighbours_in_a_ring_stand_side_by_side_on_any_screen():
-    """Otherwise an arrow passes behind other devices."""
+def test_no_arrow_of_the_map_passes_behind_a_device():
+    """Devices that send to each other stand side by side, or at the ends of a row or column: that arrow goes around."""
     argv = [NODE, "--input-type=module", "--eval", CELLS]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    for cells, columns in zip(json.loads(done.stdout), (2, 4), strict=True):
-        places = [(cell["column"], cell["row"]) for cell in cells]
-        rows = 8 // columns
-        assert sorted(places) == [(column, row) for column in range(columns) for row in range(rows)]
-        following = [*places[1:], places[0]]
-        apart = [abs(x - u) + abs(y - v) for (x, y), (u, v) in zip(places, following, strict=True)]
-        assert apart == [1] * 8
+    around = []
+    for links, columns, places, pairs in map(json.loads, done.stdout.splitlines()):
+        assert sorted(places) == [[column, row] for column in range(columns) for row in range(8 // columns)]
+        apart = [[abs(x - u), abs(y - v)] for (x, y), (u, v) in ((places[a], places[b]) for a, b in pairs)]
+        far = [each for each in apart if sum(each) > 1]
+        assert far == ([sorted([0, 3], reverse=columns == 4)] * 2 if links == "cube" else [])
+        around += far
+    assert len(around) == 4

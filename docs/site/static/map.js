@@ -84,8 +84,14 @@ export function cellOf(device, columns) {
   return { column: 0, row: DEVICES - device };
 }
 
-function place(device, columns) {
-  const { column, row } = cellOf(device, columns);
+// Where a device of the cube stands: but for two pairs at the ends, devices that differ in one bit stand side by side.
+export function cubeCellOf(device, columns) {
+  const [along, across] = [[0, 1, 3, 2][device >> 1], device & 1];
+  return columns === 2 ? { column: across, row: along } : { column: along, row: across };
+}
+
+function place(device, columns, isCube) {
+  const { column, row } = (isCube ? cubeCellOf : cellOf)(device, columns);
   return { x: GAP + column * (BOX.width + GAP), y: GAP + row * (BOX.height + GAP) };
 }
 
@@ -105,8 +111,8 @@ function grid(x, y, rows, columns, isHeld, colour) {
 const caption = (x, y, words, size = 10) =>
   element("svg:text", { x, y, "font-size": size, fill: "currentColor" }, words);
 
-function drawDevice({ holds, only = DEVICES }, isExperts, device, columns) {
-  const { x, y } = place(device, columns);
+function drawDevice({ holds, links, only = DEVICES }, isExperts, device, columns) {
+  const { x, y } = place(device, columns, links === "cube");
   const group = element("svg:g", { class: device < only ? "" : "idle" });
   group.append(element("svg:rect", { x, y, width: BOX.width, height: BOX.height, rx: 6, class: "device" }));
   group.append(caption(x + 7, y + 14, `device ${device}`, 11));
@@ -125,15 +131,26 @@ function drawDevice({ holds, only = DEVICES }, isExperts, device, columns) {
   return group;
 }
 
-function drawLink([from, to], columns, isBoth) {
-  const [a, b] = [from, to].map((device) => place(device, columns)).map(({ x, y }) =>
+function drawLink([from, to], columns, links) {
+  const [a, b] = [from, to].map((device) => place(device, columns, links === "cube")).map(({ x, y }) =>
     ({ x: x + BOX.width / 2, y: y + BOX.height / 2 }));
   const [dx, dy] = [b.x - a.x, b.y - a.y];
+  if (links === "cube" && Math.abs(dx) > 2 * BOX.width) return aroundOthers(0, a.y < BOX.height + GAP ? -1 : 1, a, b);
+  if (links === "cube" && Math.abs(dy) > 2 * BOX.height) return aroundOthers(a.x < BOX.width + GAP ? -1 : 1, 0, a, b);
+  const isBoth = links !== "ring";
   const sizes = [[dx, BOX.width], [dy, BOX.height]];
   const share = Math.min(...sizes.map(([way, size]) => (way ? size / 2 / Math.abs(way) : 1)));
   const ends = { x1: a.x + dx * share, y1: a.y + dy * share, x2: b.x - dx * share, y2: b.y - dy * share };
   const marks = { "marker-end": "url(#map-arrow)", ...(isBoth ? { "marker-start": "url(#map-arrow)" } : {}) };
   return element("svg:line", { ...ends, class: "link", ...marks });
+}
+
+// A link between the ends of a row or a column, along the margin on this side.
+function aroundOthers(right, down, a, b) {
+  const [side, margin] = [0, GAP / 2].map((far) => [right * (BOX.width / 2 + far), down * (BOX.height / 2 + far)]);
+  const points = [[a, side], [a, margin], [b, margin], [b, side]].map(([end, [x, y]]) => `${end.x + x},${end.y + y}`);
+  const marks = { "marker-start": "url(#map-arrow)", "marker-end": "url(#map-arrow)" };
+  return element("svg:polyline", { points: points.join(" "), class: "link", fill: "none", ...marks });
 }
 
 function drawMap(name, columns) {
@@ -146,8 +163,7 @@ function drawMap(name, columns) {
     markerHeight: 6, orient: "auto-start-reverse" },
   element("svg:path", { d: "M 0 0 L 10 5 L 0 10 z", class: "arrow" }));
   svg.append(element("svg:defs", {}, arrow));
-  const isBoth = strategy.links !== "ring";
-  for (const pair of pairs(strategy.links)) svg.append(drawLink(pair, columns, isBoth));
+  for (const pair of pairs(strategy.links)) svg.append(drawLink(pair, columns, strategy.links));
   for (const device of ALL) svg.append(drawDevice(strategy, name === "ep", device, columns));
   return svg;
 }
