@@ -191,6 +191,7 @@ def _points(axes: Axes, search: dict[str, Any], seconds: tuple[str, float], held
 
 NUMBERS = ("seconds_min", "seconds", "seconds_max", "predicted_seconds", "peak_bytes", "predicted_bytes")
 LEAST = 1e-9  # of each of these: the axes are logarithmic
+MEASURED = "measured: median and range of the steps' time, peak memory"
 
 
 def read_layouts(path: str) -> list[dict[str, Any]]:
@@ -252,14 +253,7 @@ def _pairs(axes: Axes, measured: Sequence[float], predicted: Sequence[float], en
     """Draw the two points of each row, and right of them, and of `ends`, their relative difference."""
     places = range(len(measured))
     axes.set_xscale("log")
-    axes.plot(
-        measured,
-        places,
-        "o",
-        color=BLUE,
-        markersize=6,
-        label="measured: median and range of the steps' time, peak memory",
-    )
+    axes.plot(measured, places, "o", color=BLUE, markersize=6, label=MEASURED)
     axes.plot(predicted, places, "|", color=VERMILION, markersize=13, markeredgewidth=2.2, label="predicted")
     for place, one, other, end in zip(places, measured, predicted, ends, strict=True):
         look = {"va": "center", "ha": "left", "fontsize": 8, "color": INK}

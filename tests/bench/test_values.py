@@ -6,14 +6,13 @@ import math
 import subprocess
 import sys
 import threading
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from dataclasses import asdict, fields
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from launcher import ROOT
-from training import config_for
 
 from minipar.autograd import Tensor
 from minipar.bench import check_positive, collectives, context, largest, layouts, machine, pipeline, publish, step
@@ -70,14 +69,6 @@ def test_a_count_below_1_names_all_of_its_flags(values):
     with pytest.raises(UsageError, match=f"^--repeat {values[0]} --seq-len {values[1]}: expected at least 1 of each$"):
         check_positive(args, "repeat", "seq_len")
     check_positive(Namespace(repeat=1, seq_len=1), "repeat", "seq_len")
-
-
-@pytest.mark.parametrize("name", ["repeat", "batch", "microbatches"])
-def test_a_pipelines_counts_are_at_least_1(name):
-    parser = ArgumentParser()
-    pipeline.add_arguments(parser)
-    with pytest.raises(UsageError, match=f"--{name} 0"):
-        run_local(2, pipeline.run, parser.parse_args([f"--{name}", "0"]))
 
 
 def test_sizes_have_binary_multiples():
@@ -156,12 +147,6 @@ def test_the_processor_time_of_overlap_is_that_of_all_ranks(monkeypatch):
     assert {row["cpu_seconds"] for row in published} == {6.0} and {row["wall_seconds"] for row in published} == {30.0}
 
 
-def test_steps_that_warm_up_are_not_measured(monkeypatch):
-    monkeypatch.setattr(pipeline, "_row", lambda config, schedule, timelines: len(timelines))
-    config = config_for("--pp 2 --layers 2 --hidden 8 --heads 2 --seq-len 8 --global-batch 2 --microbatches 2")
-    assert run_local(2, lambda comm: pipeline.measure(comm, {"1f1b": config}, 3)) == [[3], []]
-
-
 @pytest.mark.parametrize(
     ("op", "algorithm", "sent"),
     [
@@ -189,26 +174,6 @@ def test_a_collectives_row_has_its_bytes_and_its_seconds(op, algorithm, sent, mo
     assert (row["op"], row["algorithm"], row["ranks"]) == (op, algorithm, 2)
     assert row["bytes"] == nbytes // 4 * 4 and row["wire_bytes"] == row["wire_bytes_expected"] == sent
     assert (row["seconds"], row["mpi_seconds"], row["ratio"]) == (1.0, None, None)
-
-
-ALL = ["auto", *collectives.ALGORITHMS["all_reduce"]]
-
-
-@pytest.mark.parametrize(
-    ("chosen", "ops", "expected"),
-    [
-        ("auto", "all_reduce,barrier", [("auto", 1024), ("auto", 2000), ("auto", 0)]),
-        ("all", "all_reduce", [(algorithm, nbytes) for algorithm in ALL for nbytes in (1024, 2000)]),
-    ],
-)
-def test_the_chosen_algorithms_are_measured_at_each_size(chosen, ops, expected, monkeypatch):
-    """A barrier has no size."""
-    measured = []
-    monkeypatch.setattr(collectives, "measure", lambda comm, op, algorithm, n, dtype: measured.append((algorithm, n)))
-    monkeypatch.setattr(collectives, "publish", lambda comm, rows, path: None)
-    given = Namespace(ops=ops, sizes="1K,2000", algorithms=chosen, dtype="float32", json=None)
-    collectives.run(serial(), given)
-    assert measured == expected
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(1.0, 1), (1e-3, 10), (1e-5, 200), (0.0, 200)])

@@ -186,7 +186,7 @@ def search():
 
 
 def of_milliseconds(search):
-    """A planner's answer for a small model: a thousandth of the time and of the memory. Two plans have each mesh."""
+    """Make a small model's answer of a planner's: a thousandth of time and memory, and two plans for each mesh."""
     plans = [each | {"zero_stage": stage} for stage in (1, 2) for each in search["plans"]]
     for each in plans:
         each["seconds"] = {part: 1e-3 * value for part, value in each["seconds"].items()}

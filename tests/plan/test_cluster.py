@@ -155,4 +155,4 @@ def test_a_fraction_of_a_data_sheet_is_at_most_1(name):
     known = PROGRAMS[name].assumptions
     for fraction in (known.products, known.copies, known.links, known.cards, known.memory_used):
         assert fraction is None or 0 < fraction <= 1
-    assert 1 <= known.all_reduce <= 2  # a tree's, and a ring's
+    assert 1 <= known.all_reduce <= 2  # as many reduce-scatters: a ring takes 2, a tree fewer

@@ -6,7 +6,7 @@ import pytest
 
 from minipar.errors import UsageError
 from visualize import plot_agreement, read_layouts
-from visualize.plan import HATCHES, MEMORY, TIME, layout_name, plot_plan
+from visualize.plan import HATCHES, MEASURED, MEMORY, TIME, layout_name, plot_plan
 from visualize.style import lightness
 
 PLAIN = {"dp": 1, "tp": 1, "pp": 1, "zero_stage": 0, "schedule": None, "sequence_parallel": False, "recompute": "none"}
@@ -24,11 +24,9 @@ def test_names():
 
 def test_points_are_the_rows_slowest_first():
     time, memory = plot_agreement([PLAIN, MUCH]).axes
-    (measured, predicted), (held, foreseen) = (
-        [list(map(float, line.get_xdata())) for line in each.lines[-2:]] for each in (time, memory)
-    )
-    assert measured == [900.0, 500.0] and predicted == [550.0, 550.0]
-    assert held == [4.0, 4.0] and foreseen == [3.0, 3.0]
+    for axes, measured, predicted in ((time, [900.0, 500.0], [550.0, 550.0]), (memory, [4.0, 4.0], [3.0, 3.0])):
+        drawn = {line.get_label(): [float(x) for x in line.get_xdata()] for line in axes.lines}
+        assert drawn[MEASURED] == measured and drawn["predicted"] == predicted
     (legend,) = time.figure.legends
     named = [text.get_text() for text in legend.get_texts()]
     assert named == ["measured: median and range of the steps' time, peak memory", "predicted"]

@@ -72,8 +72,8 @@ const GAP = 34;
 const CELL = 6.5;
 const COLOUR = { batch: COLOURS.I, model: COLOURS.parameters, state: COLOURS.optimizer };
 
-// Where a device stands: they go around the edge, so that neighbours in a ring stand side by side, and so do the last
-// and the first. The grid has two columns or two rows, so all of it is edge.
+// Return where a device stands. Devices go around the edge, so that neighbours in a ring stand side by side, and so do
+// the last and the first. The grid has two columns or two rows, so all of it is edge.
 export function cellOf(device, columns) {
   const rows = DEVICES / columns;
   const right = columns - 1; // the last device of the first row
@@ -84,9 +84,11 @@ export function cellOf(device, columns) {
   return { column: 0, row: DEVICES - device };
 }
 
-// Where a device of the cube stands: but for two pairs at the ends, devices that differ in one bit stand side by side.
+// Return where a device of the cube stands. Devices that differ in one bit stand side by side, but for two pairs, which
+// stand at the ends of a row or a column.
 export function cubeCellOf(device, columns) {
-  const [along, across] = [[0, 1, 3, 2][device >> 1], device & 1];
+  const across = device % 2;
+  const along = [0, 1, 3, 2][Math.floor(device / 2)];
   return columns === 2 ? { column: across, row: along } : { column: along, row: across };
 }
 
@@ -135,8 +137,12 @@ function drawLink([from, to], columns, links) {
   const [a, b] = [from, to].map((device) => place(device, columns, links === "cube")).map(({ x, y }) =>
     ({ x: x + BOX.width / 2, y: y + BOX.height / 2 }));
   const [dx, dy] = [b.x - a.x, b.y - a.y];
-  if (links === "cube" && Math.abs(dx) > 2 * BOX.width) return aroundOthers(0, a.y < BOX.height + GAP ? -1 : 1, a, b);
-  if (links === "cube" && Math.abs(dy) > 2 * BOX.height) return aroundOthers(a.x < BOX.width + GAP ? -1 : 1, 0, a, b);
+  if (links === "cube") {
+    const isFirstRow = a.y < BOX.height + GAP;
+    const isFirstColumn = a.x < BOX.width + GAP;
+    if (Math.abs(dx) > 2 * BOX.width) return drawAround(a, b, { x: 0, y: isFirstRow ? -1 : 1 });
+    if (Math.abs(dy) > 2 * BOX.height) return drawAround(a, b, { x: isFirstColumn ? -1 : 1, y: 0 });
+  }
   const isBoth = links !== "ring";
   const sizes = [[dx, BOX.width], [dy, BOX.height]];
   const share = Math.min(...sizes.map(([way, size]) => (way ? size / 2 / Math.abs(way) : 1)));
@@ -145,10 +151,11 @@ function drawLink([from, to], columns, links) {
   return element("svg:line", { ...ends, class: "link", ...marks });
 }
 
-// A link between the ends of a row or a column, along the margin on this side.
-function aroundOthers(right, down, a, b) {
-  const [side, margin] = [0, GAP / 2].map((far) => [right * (BOX.width / 2 + far), down * (BOX.height / 2 + far)]);
-  const points = [[a, side], [a, margin], [b, margin], [b, side]].map(([end, [x, y]]) => `${end.x + x},${end.y + y}`);
+// Draw a link between the ends of a row or a column, along the margin that lies in this direction.
+function drawAround(a, b, direction) {
+  const shifted = (end, far) =>
+    `${end.x + direction.x * (BOX.width / 2 + far)},${end.y + direction.y * (BOX.height / 2 + far)}`;
+  const points = [shifted(a, 0), shifted(a, GAP / 2), shifted(b, GAP / 2), shifted(b, 0)];
   const marks = { "marker-start": "url(#map-arrow)", "marker-end": "url(#map-arrow)" };
   return element("svg:polyline", { points: points.join(" "), class: "link", fill: "none", ...marks });
 }
