@@ -297,7 +297,7 @@ def test_a_lower_ranks_same_exception_is_left_to_that_rank(monkeypatch, capfd):
     assert text == "rank 2:\nwhy\n" and took > 2
 
 
-def test_an_exception_is_printed_before_later_ranks_are_waited_for(monkeypatch):
+def test_an_exception_is_printed_before_others_are_waited_for(monkeypatch):
     """Rank 0 has nobody to ask: it prints at once."""
     notes = Notes(monkeypatch, 0)
     times = []
