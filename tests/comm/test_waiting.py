@@ -164,3 +164,29 @@ def test_operations_of_all_sizes_and_dtypes_share_one_scratch():
 def test_a_rank_alone_that_waits_for_a_message_is_a_deadlock():
     with pytest.raises(CommunicationError, match="every rank waits.*\n  rank 0, recv: receive from rank 0"):
         serial().irecv(np.zeros(1), 0).wait()
+
+
+@pytest.mark.parametrize(
+    ("op", "algorithm", "elements"),
+    [
+        ("all_reduce", "ring", 2 * 3),
+        ("all_reduce", "ordered", 9),
+        ("all_reduce", "tree", 9),
+        ("all_reduce", "recursive_doubling", 9),
+        ("all_reduce", "recursive_halving", 9),
+        ("reduce_scatter", "ring", 2 * 3),
+        ("reduce_scatter", "ordered", 9),
+        ("reduce_scatter", "tree", 9),
+        ("reduce_scatter", "recursive_halving", 9),
+    ],
+)
+def test_an_operation_needs_no_more_scratch_than_this(op, algorithm, elements):
+    """Of 9 elements on 3 ranks: two chunks for a ring, all elements for the others. (Rank 0 rests without any.)"""
+
+    def program(comm):
+        ledger = MemoryLedger()
+        with ledger.recording():
+            getattr(comm, op)(np.zeros(9), algorithm=algorithm)
+            return ledger.held["buffers"]
+
+    assert run_local(3, program)[1:] == [8 * elements] * 2
