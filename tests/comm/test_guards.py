@@ -99,7 +99,7 @@ def test_only_arrays_of_values_are_sent(x, problem):
     assert str(refused.value).startswith(f"rank 0, {problem}")
 
 
-def test_the_two_levels_have_the_axis_of_their_group_or_their_own():
+def test_levels_have_the_axis_of_their_group_or_their_own():
     def program(comm):
         group = comm.row(list(range(4)), "dp")
         axes = []
