@@ -1,0 +1,101 @@
+"""Claims about the units of ZeRO stage 3: which a segment reads, which come next, and when they are gathered."""
+
+import numpy as np
+import pytest
+from training import Proxy, small_gpt, text
+
+from minipar.comm import run_local
+from minipar.nn import Parameter
+from minipar.nn.module import Segment
+from minipar.parallel.fsdp import FullyShardedDataParallel, units_of_segments
+
+
+class NamedUnit:
+    """A unit as far as segments need one, with a name."""
+
+    def __init__(self, name, parameters):
+        self.name = name
+        self.parameters = parameters
+
+
+def described(needs):
+    """What a segment needs, by the units' names."""
+    fields = needs.reads, needs.next_in_forward, needs.next_in_backward, needs.completes
+    return needs.segment.name, *["".join(unit.name for unit in units) for units in fields]
+
+
+def test_the_needs_of_segments_follow_from_their_neighbours():
+    """The lookup's backward reads nothing. The head reads the embedding, too; the parameter Z is in no unit."""
+    a, b, b2, c, z = (Parameter(np.zeros(1)) for _ in range(5))
+    units = [NamedUnit(name, parameters) for name, *parameters in (("A", a), ("B", b, b2), ("C", c))]
+    lists = [
+        [
+            Segment("lookup", None, [a], reads_in_backward=False),
+            Segment("first", None, [b, b2]),
+            Segment("second", None, [c]),
+            Segment("head", None, [z, c, a], is_last=True),
+        ],
+        [Segment("again", None, [b]), Segment("end", None, [c])],
+    ]
+    assert [described(needs) for needs in units_of_segments(lists, units)] == [
+        ("lookup", "A", "B", "", "A"),
+        ("first", "B", "C", "", "B"),
+        ("second", "C", "CA", "B", "C"),
+        ("head", "CA", "", "C", ""),
+        ("again", "B", "C", "", ""),
+        ("end", "C", "", "B", ""),
+    ]
+
+
+class Gathers(Proxy):
+    """A communicator that notes the size of each unit whose gather starts."""
+
+    def __init__(self, comm, notes):
+        super().__init__(comm)
+        self.notes = notes
+
+    def all_gather(self, chunk, out, **options):
+        self.notes.append(out.size)
+        return self.comm.all_gather(chunk, out=out, **options)
+
+
+ENDS, BLOCK = 351, 2197
+
+
+@pytest.mark.parametrize(("options", "early"), [({}, True), ({"prefetch": True}, True), ({"prefetch": False}, False)])
+def test_the_next_unit_is_gathered_before_a_segment_runs(options, early):
+    """By default: while a segment runs, the unit of the one after it travels, in forward and in backward."""
+
+    def rank(comm):
+        notes = []
+        model = small_gpt(layers=2)
+        for segment in model.segments:
+            segment.run = noted(segment, notes)
+        ddp = FullyShardedDataParallel(model, Gathers(comm, notes), **options)
+        loss = ddp.loss(*text([comm.rank]))
+        notes.append("backward")
+        loss.backward()
+        return notes
+
+    names = [segment.name for segment in small_gpt(layers=2).segments]
+    assert len(names) == 4
+    for notes in run_local(2, rank):
+        forward = notes[: notes.index("backward")]
+        backward = notes[notes.index("backward") + 1 :]
+        if early:
+            assert forward == [ENDS, BLOCK, names[0], BLOCK, names[1], ENDS, names[2], BLOCK, names[3]]
+            assert backward == [BLOCK]
+        else:
+            assert forward == [ENDS, names[0], BLOCK, names[1], BLOCK, names[2], ENDS, names[3]]
+            assert backward == [BLOCK, BLOCK]
+
+
+def noted(segment, notes):
+    """The segment's own run, which notes its name first."""
+    run = segment.run
+
+    def noting(x):
+        notes.append(segment.name)
+        return run(x)
+
+    return noting
