@@ -1,4 +1,4 @@
-"""Claims about layers whose sums are trees: which elements a leaf has, in which dtype, what a rank without rows adds."""
+"""Claims about layers whose sums are trees: the elements of a leaf, the dtypes, and what a rank without rows adds."""
 
 import numpy as np
 import pytest
