@@ -32,15 +32,12 @@ class ColumnParallelLinear(ColumnLinear):
     ) -> None:
         group = TensorGroup(comm)
         check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * group.size, EQUAL)
-        layer = Linear(
-            n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std, deferred=True
-        )
+        layer = Linear(n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std)
         shard_parameter(layer.weight, group.shard(0 if layer.transposed else 1, n_out, groups))
         if layer.bias is not None:
             shard_parameter(layer.bias, group.shard(0, n_out, groups))
         super().__init__(layer, Border(group))
         self.group = group  # `vocab_parallel_cross_entropy_sum` takes it, if this layer is a head
-        self.materialize()
 
 
 class RowParallelLinear(RowLinear):
@@ -64,12 +61,9 @@ class RowParallelLinear(RowLinear):
     ) -> None:
         group = TensorGroup(comm)
         check_divides(f"{name}: n_in/tp", n_in, group.size, EQUAL)
-        layer = Linear(
-            n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std, deferred=True
-        )
+        layer = Linear(n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std)
         shard_parameter(layer.weight, group.shard(1 if layer.transposed else 0, n_in))
         super().__init__(layer, Border(group))
-        self.materialize()
 
 
 class VocabParallelEmbedding(VocabEmbedding):
@@ -87,7 +81,6 @@ class VocabParallelEmbedding(VocabEmbedding):
         std: float = 0.02,
     ) -> None:
         group = TensorGroup(comm)
-        layer = Embedding(count, dim, name=name, seed=seed, dtype=dtype, std=std, deferred=True)
+        layer = Embedding(count, dim, name=name, seed=seed, dtype=dtype, std=std)
         shard_parameter(layer.weight, group.shard(0, count))
         super().__init__(layer, Border(group))
-        self.materialize()
