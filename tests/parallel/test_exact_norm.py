@@ -50,7 +50,7 @@ def test_sums_of_many_ranks_are_added_as_integers():
     assert axis.asked[:2] == [("max", "ordered", "float64", 1), ("sum", "ordered", "int64", 2)]
 
 
-def test_an_axis_is_asked_for_no_sum_where_all_gradients_are_zero():
+def test_an_axis_is_asked_for_no_sum_of_zeros():
     axis = ManyRanks(2)
     assert exact_square_sum([np.zeros(3)], [axis]) == 0.0
     assert axis.asked == [("max", "ordered", "float64", 1)]

@@ -111,7 +111,7 @@ def test_a_bucket_knows_its_parameters_places():
     assert bucket.gradient is None and all(p.grad is None and p.grad_buffer is None for p in bucket.parameters)
 
 
-def test_gradients_that_are_there_already_move_into_a_buckets_array():
+def test_gradients_from_before_move_into_a_buckets_array():
     model = MLP()
     attach_placements(model)
     bucket = Bucket(Group(model.parameters(), serial(), 0), serial())

@@ -233,7 +233,7 @@ def test_an_unscaled_backward_says_by_how_much_it_is_wrong():
     )
 
 
-def test_a_zero_optimizers_ranks_are_compared_less_and_less_often():
+def test_ranks_of_zero_optimizer_are_compared_less_and_less():
     """After 1, 2, 4, 8, ... steps, as a wrapper's."""
 
     def rank(comm):
