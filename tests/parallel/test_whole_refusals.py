@@ -7,7 +7,7 @@ from training import MLP
 import minipar as mp
 from minipar.comm import run_local, serial
 from minipar.errors import UsageError
-from minipar.nn import SGD, Linear, Parameter
+from minipar.nn import SGD, AdamW, Linear, Parameter
 from minipar.parallel import guards
 from minipar.parallel.parallelize import shard
 from minipar.parallel.placement import Partial, Placement, Shard
@@ -250,3 +250,25 @@ def test_ranks_of_zero_optimizer_are_compared_less_and_less():
         return compared
 
     assert run_local(2, rank) == [[1, 2, 4, 8, 16]] * 2
+
+
+def test_after_a_resume_the_first_step_is_compared():
+    """The ranks may have loaded states of other numbers of steps."""
+
+    def after_a_step(comm, state):
+        model = MLP()
+        optimizer = ZeroOptimizer(model.parameters(), AdamW, comm, lr=0.1)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        (model.loss(np.ones((1, 3)), np.ones((1, 1))) / comm.size).backward()
+        optimizer.step()
+        return optimizer.state_dict()
+
+    def rank(comm):
+        state = after_a_step(comm, None)
+        for moments in state["state"].values():
+            moments["step"] += comm.rank
+        after_a_step(comm, state)
+
+    with pytest.raises(ValueError, match="the number of steps of rank 1 is not that of rank 0"):
+        run_local(2, rank)
