@@ -8,8 +8,10 @@ import minipar as mp
 from minipar.autograd import Tensor
 from minipar.comm import run_local, serial
 from minipar.nn import SGD
+from minipar.nn.moe import moe_layers
 from minipar.parallel.context import AllGatherAttention, block_attention, context_parallel
 from minipar.parallel.ddp import NaiveDataParallel
+from minipar.parallel.expert import ExpertParallel
 from minipar.parallel.parallelize import shard
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import tensor_parallel
@@ -163,7 +165,7 @@ def test_loads_of_experts_are_summed_in_the_order_of_the_ranks(axis):
             mesh = mp.DeviceMesh(comm, tp=2, etp=1)
             tensor_parallel(model, over, sequence=True, experts=mesh.etp)
         over.taken()
-        for moe in [module for _, module in model.named_modules() if isinstance(module, mp.nn.moe.MoE)]:
+        for moe in moe_layers(model):
             (add,) = moe.load_sums
             total = add(np.array([1.0 + comm.rank]))
         return total.tolist(), over.taken()
@@ -177,3 +179,21 @@ def test_a_dropout_mask_is_refused_by_its_probability():
     for options, shown in (({"probability": 0.25}, "0.25"), ({}, "0.0")):
         with pytest.raises(mp.UsageError, match=f"dropout = {shown}"):
             block_attention(method, qkv, 2, keep=np.ones((1, 2, 4, 4)), **options)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_experts_take_rows_of_any_layout(order):
+    """On one rank they compute what the serial layer does."""
+    model = mixtral()
+    (moe,) = moe_layers(model)
+    counts = np.array([2, 0, 1, 3])
+    rows = np.array(np.random.Generator(np.random.Philox(3)).standard_normal((6, 16)), np.float32, order=order)
+    dy = np.asarray(rows[::-1], order=order)
+    results = []
+    for run in (type(moe).run_experts, ExpertParallel(model, serial(), serial()).run):
+        xs = Tensor(rows, requires_grad=True)
+        y = run(moe, xs, counts)
+        y.backward(dy)
+        results.append((y.data, xs.grad))
+    for serial_array, array in zip(*results, strict=True):
+        np.testing.assert_allclose(array, serial_array, rtol=1e-5)

@@ -8,6 +8,7 @@ from minipar.comm import run_local
 from minipar.nn import Parameter
 from minipar.nn.module import Segment
 from minipar.parallel.fsdp import FullyShardedDataParallel, units_of_segments
+from minipar.parallel.parallelize import shard
 
 
 class NamedUnit:
@@ -99,3 +100,49 @@ def noted(segment, notes):
         return run(x)
 
     return noting
+
+
+# ---- where gradients are written -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_backward_writes_each_gradient_into_its_buckets_array(stage):
+    """The array is there before the first gradient of the bucket, from the segment on that comes to the bucket last."""
+
+    def rank(comm):
+        found = []
+        model = small_gpt(layers=2)
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda leaf, name=name: found.append((name, where(leaf))))
+        ddp = shard(model, comm, stage)
+
+        def where(leaf):
+            (bucket,) = [each for each in ddp.buckets if leaf in each.parameters]
+            return bucket.gradient is not None and np.shares_memory(leaf.grad, bucket.gradient)
+
+        ddp.loss(*text([comm.rank])).backward()
+        return found
+
+    for found in run_local(2, rank):
+        assert len(found) == len(small_gpt(layers=2).parameters()) and found[0][0].startswith("ln_f")
+        early = {"ln_f.weight", "ln_f.bias"}  # of the head, before backward comes to the embedding
+        assert {name for name, is_there in found if not is_there} == early
+
+
+def test_stage_2_makes_the_array_of_each_bucket_once_and_in_order():
+    """That which embedding and head share is made where backward comes to the embedding."""
+
+    def rank(comm):
+        made = []
+        ddp = shard(small_gpt(layers=2), comm, 2)
+        right = ddp.pre_backward
+
+        def noting(bucket):
+            made.append(ddp.buckets.index(bucket))
+            right(bucket)
+
+        ddp.pre_backward = noting
+        ddp.loss(*text([comm.rank])).backward()
+        return made
+
+    assert run_local(2, rank) == [[0, 1, 2]] * 2

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import GPTConfig, LlamaConfig, MixtralConfig, Parameter
 from minipar.parallel.placement import Partial, Placement, Replicate, Shard
-from minipar.parallel.tensor.plan import TensorParallel, check_shape, kv_copies, tensor_placement
+from minipar.parallel.tensor.plan import TensorParallel, check_shape, kv_copies, tensor_parallel, tensor_placement
 
 GPT = GPTConfig(vocab_size=13, n_positions=8, n_embd=24, n_layer=1, n_head=6)
 LLAMA = LlamaConfig(13, 24, 28, 1, 12, 4)
@@ -191,6 +192,27 @@ def test_a_step_sums_what_data_parallelism_has_not():
 
 
 def test_without_terms_nothing_is_sent():
-    group = Doubling(4)
+    group, alone = Doubling(4), Doubling(1)
     TensorParallel(group).sum_partial(parameters()[2:4])
-    assert group.sums == []
+    TensorParallel(alone).sum_partial(parameters()[:3])
+    assert group.sums == alone.sums == []
+
+
+def names_of_terms(model, comm, **options):
+    tensor = tensor_parallel(model, comm, **options)
+    names = {p: name for name, p in model.named_parameters()}
+    assert [p for p in names if tensor in p.owners] == tensor.partial
+    return [names[p] for p in tensor.partial]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_an_optimizer_sums_those_gradients_that_are_terms(sequence):
+    def rank(comm):
+        gpt = names_of_terms(GPT.build(), comm, sequence=sequence)
+        llama = names_of_terms(LlamaConfig(16, 16, 12, 1, 4, 1).build(), comm)
+        return gpt, llama
+
+    norms = [f"h.0.{name}" for name in ("ln_1.weight", "ln_1.bias", "attn.c_proj.bias", "ln_2.weight", "ln_2.bias")]
+    whole = ["wpe.weight", *norms, "h.0.mlp.c_proj.bias", "ln_f.weight", "ln_f.bias"]
+    copied = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv"]
+    assert run_local(2, rank) == [(whole if sequence else [], copied)] * 2
