@@ -261,7 +261,7 @@ NOTE = (
         (("1", "", ""), 0, None),
     ],
 )
-def test_the_first_rank_notes_the_first_two_batches_that_are_the_same(batches, rank, noted, capfd):
+def test_one_rank_notes_the_first_two_batches_that_are_alike(batches, rank, noted, capfd):
     guards.note_same_batch(Ranks(rank, *batches), np.ones(2), np.ones(2))
     assert capfd.readouterr().err == ("" if noted is None else NOTE.format(*noted))
 

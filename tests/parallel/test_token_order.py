@@ -106,7 +106,7 @@ def test_each_rank_gets_its_columns_of_q_k_and_v():
     assert columns_of_ranks(3, [6]).tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_the_serial_attention_is_called_with_a_ranks_share_of_the_heads():
+def test_serial_attention_is_called_with_a_ranks_heads():
     """All tokens of half of the heads, and the masks of these heads in memory of their own."""
     called = []
 

@@ -129,7 +129,7 @@ def test_backward_writes_each_gradient_into_its_buckets_array(stage):
         assert {name for name, is_there in found if not is_there} == early
 
 
-def test_stage_2_makes_the_array_of_each_bucket_once_and_in_order():
+def test_stage_2_makes_each_buckets_array_once_and_in_order():
     """That which embedding and head share is made where backward comes to the embedding."""
 
     def rank(comm):

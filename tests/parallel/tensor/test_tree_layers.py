@@ -36,7 +36,7 @@ def test_a_layer_takes_arrays_and_tensors_alike(kind, options, dtype):
         np.testing.assert_allclose(y.data, expected.data, rtol=1e-4 if dtype == "float32" else 1e-13)
 
 
-def test_each_rank_of_a_sequence_has_its_share_of_the_leaves_of_tokens():
+def test_a_rank_of_a_sequence_has_its_share_of_token_leaves():
     def rank(comm):
         group = TensorGroup(comm, "tree", tree_leaves=8)
         return group.leaves, [tree_layers.token_leaves(Border(group, sequence)) for sequence in (True, False)]
