@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from minipar.errors import UsageError
+from minipar.nn import Parameter
 from minipar.parallel import exact_norm
-from minipar.parallel.exact_norm import check_size, exact_square_sum
+from minipar.parallel.exact_norm import check_size, clip_grad_norm, exact_square_sum
+from minipar.parallel.hybrid import HybridComm
+from minipar.parallel.placement import ParameterShard, Placement, Shard
 
 
 class ManyRanks:
@@ -21,6 +24,23 @@ class ManyRanks:
         self.asked.append((op, algorithm, x.dtype.name, x.size))
         if op == "sum":
             x *= self.ranks
+
+
+class Replica(HybridComm):
+    """One replica of the shards, whose ranks add up the squares."""
+
+    def __init__(self, inside):
+        self.inside = inside
+
+
+def placed(kind, gradient, placement):
+    """A parameter or a shard of one, with this gradient."""
+    p = Parameter(np.zeros(len(gradient)))
+    p.placement = Placement("p", p.shape, placement)
+    if kind is ParameterShard:
+        p = ParameterShard(p, p.data, range(p.size))
+    p.grad = np.array(gradient)
+    return p
 
 
 def exact(values):
@@ -73,3 +93,17 @@ def test_the_most_squares_whose_sums_fit_are_two_to_the_31():
         'reduction "tree" with 2147483649 parameters: the norm adds integers of 32 bits in 64 bits, '
         "of at most 2147483648 squares; use another reduction"
     )
+
+
+@pytest.mark.parametrize(("kind", "over_dp"), [(Parameter, False), (ParameterShard, True)])
+@pytest.mark.parametrize("replicas", [False, True])
+def test_the_axes_add_what_their_ranks_hold(kind, over_dp, replicas):
+    """Over dp, or one replica of the shards, only shards are added; copies of a part count on the first rank alone."""
+    dp, tp, pp = ManyRanks(2), ManyRanks(3), ManyRanks(5)
+    first = placed(kind, [3.0, 4.0], Shard(0, 3, 0, 6, copies=2, copy=0))
+    second = placed(kind, [30.0, 40.0], Shard(0, 3, 0, 6, copies=2, copy=1))
+    norm = clip_grad_norm([first, second], 1.0, Replica(dp) if replicas else dp, tp, pp)
+    assert norm == np.sqrt(25.0 * 3 * 5 * (2 if over_dp else 1))
+    np.testing.assert_allclose(second.grad, np.array([30.0, 40.0]) / norm, rtol=1e-6)
+    asked = [("max", "ordered", "float64", 1), ("sum", "ordered", "int64", 2)]
+    assert (dp.asked, tp.asked, pp.asked) == (asked if over_dp else [], asked, asked)

@@ -43,6 +43,7 @@ def test_a_rank_of_a_sequence_has_its_share_of_token_leaves():
 
     assert run_local(4, rank) == [(2, [2, 8])] * 4
     assert run_local(1, rank) == [(8, [8, 8])]
+    assert TensorGroup(serial()).leaves == 0, "without trees"
 
 
 def test_a_column_layers_groups_are_cut_one_by_one():
