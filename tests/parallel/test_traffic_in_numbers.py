@@ -1,12 +1,14 @@
 """Claims about a step's traffic in numbers: the bytes of every rank, as the counters of these runs showed them."""
 
+from types import SimpleNamespace
+
 import pytest
 import training
 from combinations import VOCAB
 
 from minipar.nn import GPTConfig, LlamaConfig, MixtralConfig
 from minipar.parallel.layout import StepLayout
-from minipar.parallel.traffic import predicted_traffic
+from minipar.parallel.traffic import end_gathers, predicted_traffic
 from minipar.train.from_config import step_layout
 
 SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB}"
@@ -113,3 +115,28 @@ def test_a_rank_of_ep_holds_neighbouring_experts():
     assert layout.expert_rank("model.layers.1.block_sparse_moe.gate.weight") is None
     assert StepLayout(EXPERTS, 8, 2, 3, 2).expert_rank(of_expert.format(3)) is None
     assert [layout.routing_rank(*place) for place in ((0, 0), (0, 3), (1, 0), (3, 3))] == [0, 1, 2, 7]
+
+
+class Actions(list):
+    """The actions of a schedule of three stages, such as F0 for the forward of stage 0."""
+
+    stages = 3
+
+    def __init__(self, names):
+        super().__init__((0, SimpleNamespace(kind=name[0], stage=int(name[1]))) for name in names.split())
+
+
+@pytest.mark.parametrize(
+    ("names", "lookups", "both"),
+    [
+        ("F0 F1 F2 B2 B1 B0", 1, 2),
+        ("F0 F1 F2 I2 W2 I1 I0", 1, 2),
+        ("F0 F2 F0 B2", 2, 3),  # the lookup frees what the head has kept
+        ("F0 F2 F1 B1 W2 B2 F2 I2", 1, 3),  # the actions between the head's forward and its backward need nothing
+        ("F0 F0 F0", 3, 3),
+        ("F2 F2 B2 B2", 0, 2),
+    ],
+)
+def test_a_pipelines_table_is_gathered_where_it_is_not_held(names, lookups, both):
+    assert end_gathers(Actions(names), head_too=False) == lookups
+    assert end_gathers(Actions(names), head_too=True) == both
