@@ -5,7 +5,7 @@ from mutants.mutant import mistakes
 MUTANTS = [
     *mistakes(
         "minipar/record.py",
-        "test_compare.py",
+        "compare/test_compare.py",
         ("record: one direction for all parameters", "hashlib.sha256(name.encode())", "hashlib.sha256(b'')"),
         ("record: updates add up from the first step", "before[...] = parameters[name]", "pass"),
         ("record: norms are squares", "np.array([np.sqrt(squares), projections])", "np.array([squares, projections])"),
@@ -14,13 +14,13 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/record.py",
-        "test_compare_not_finite.py",
+        "compare/test_compare_not_finite.py",
         ("record: large values overflow", "max(initial=0) > 1e150", "max(initial=0) > 1e305"),
         ("record: complex values lose a part", "if np.iscomplexobj(values):", "if False:"),
     ),
     *mistakes(
         "minipar/compare/differences.py",
-        "test_compare.py test_compare_causes.py",
+        "compare/test_compare.py compare/test_compare_causes.py",
         ("compare: the bound grows without end", "rounding = min(1000 * eps", "rounding = max(1000 * eps"),
         ("compare: every run is equal", "return 0 if finding.equal else 1", "return 0"),
         ("compare: the sizes of A alone", "{run_a.sizes[name], run_b.sizes[name]}", "{run_a.sizes[name]}"),
@@ -31,7 +31,7 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/compare/step_comparison.py",
-        "test_compare.py test_compare_not_finite.py test_compare_causes.py",
+        "compare/test_compare.py compare/test_compare_not_finite.py compare/test_compare_causes.py",
         ("compare: a sign is lost", "[abs(r) * measured[0], r * measured", "[abs(r) * measured[0], abs(r) * measured"),
         ("compare: noise is a difference", "64 * self.eps, 1e-3)", "0, 1e-3)"),
         ("compare: updates are never looked at", "found = self.of_updates()", "pass"),
@@ -51,7 +51,7 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/compare/causes.py",
-        "test_compare.py test_compare_causes.py",
+        "compare/test_compare.py compare/test_compare_causes.py",
         ("compare: the causes of more and less swapped", "(1 / size, f", "(size, f"),
         ("compare: parts of fused matrices are missed", "product(tps, (1, 3))", "product(tps, (1,))"),
     ),

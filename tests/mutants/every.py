@@ -32,7 +32,7 @@ PACKAGES = {
     "bench": (("bench",), bench.MUTANTS),
     "visualize": (("visualize",), visualize.MUTANTS),
     "chapters": (("chapters",), chapters.MUTANTS),
-    "compare": (("test_compare.py", "test_compare_not_finite.py", "test_compare_causes.py"), compare.MUTANTS),
+    "compare": (("compare",), compare.MUTANTS),
     "newcomers": (("test_fifty_mistakes.py",), newcomers.MUTANTS),
     "shared": (("test_memory.py",), core.MUTANTS),
 }
