@@ -29,7 +29,7 @@ from minipar.comm.threads import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.nn import MixtralConfig
-from minipar.parallel.memory import OF_DTYPE
+from minipar.parallel.memory import precision_of
 from minipar.plan.cluster import AlphaBeta, Assumptions, Cluster, Gpu, model_clock_cluster
 from minipar.plan.layout import MINIPAR, Framework, Layout
 from minipar.plan.model import LLAMA, ModelShape
@@ -122,7 +122,7 @@ def layout_of(config: TrainConfig) -> Layout:
         sequence_parallel=mesh.sequence_parallel,
         recompute=config.run.recompute,
         attention="stored" if stored else "flash",
-        precision=OF_DTYPE[config.run.dtype],
+        precision=precision_of(config.run.dtype, config.run.gradients),
         cp=mesh.cp,
         context_parallel=mesh.context_parallel,
         cp_order=mesh.cp_order,
