@@ -28,11 +28,8 @@ def test_rank_0_alone_prints_help(words, monkeypatch, capsys):
     for rank in (0, 1):
         with pytest.raises(SystemExit):
             run_bench(monkeypatch, *words, rank=rank)
-        out = capsys.readouterr().out
-        assert out.startswith(f"usage: minipar.bench {'step ' if len(words) == 2 else ''}[-h]") or (rank, out) == (
-            1,
-            "",
-        )
+        usage = " ".join(["usage: minipar.bench", *words[:-1], "[-h]"])
+        assert capsys.readouterr().out[: len(usage)] == (usage if rank == 0 else "")
 
 
 @pytest.mark.parametrize(

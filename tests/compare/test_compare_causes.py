@@ -222,7 +222,7 @@ def test_a_forgotten_zero_grad_in_a_is_named(tmp_path):
     assert found.causes == (LEFT.replace("B's", "A's"),)
 
 
-@pytest.mark.parametrize("factor", [0.005, 1.5])
+@pytest.mark.parametrize("factor", [0.008, 1.01])
 def test_another_multiple_of_the_step_before_is_no_zero_grad(factor, tmp_path):
     """Gradients that are left are all of what the step before had, or less after clipping, but hardly nothing."""
 
@@ -470,10 +470,13 @@ def test_strips_are_a_ranks_part_or_are_counted(count, strips, tps, words):
     assert name_strips([i in strips for i in range(count)], 0, tps) == words
 
 
-@pytest.mark.parametrize(("dtype", "noise"), [("float64", 64 * 2**-52), ("float32", 64 * 2**-23), ("bfloat16", 1e-3)])
-def test_a_gradient_below_the_noise_is_no_difference(dtype, noise, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "noise", "more"),
+    [("float64", 64 * 2**-52, 0.507), ("float32", 64 * 2**-23, 0.507), ("bfloat16", 1e-3, 0.6)],
+)
+def test_a_gradient_below_the_noise_is_no_difference(dtype, noise, more, tmp_path):
     """The noise is 64 epsilons, or a thousandth, of the largest gradient that either run has."""
-    for size, equal in ((0.45, True), (0.6, False)):
+    for size, equal in ((0.499, True), (more, False)):
         for run, sign in (("A", 1), ("B", -1)):
             parameters = {"large": np.ones(1), "tiny": np.ones(1)}
             gradients = {"large": np.ones(1), "tiny": np.array([sign * size * noise])}
