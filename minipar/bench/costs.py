@@ -247,7 +247,7 @@ def fit(features: Sequence[Sequence[float]], seconds: Sequence[float], known: Se
     for chosen in (chosen for size in range(1, count + 1) for chosen in combinations(range(count), size)):
         columns = relative[:, list(chosen)]
         scale = np.abs(columns).max(axis=0)  # seconds per byte next to seconds per call: 1e-9 next to 1e-5
-        constants = np.linalg.lstsq(columns / scale, target, rcond=None)[0] / scale
+        constants = np.linalg.lstsq(columns / scale, target)[0] / scale
         error = float(((columns @ constants - target) ** 2).sum())
         if (constants >= 0).all() and error < least:
             best, least = np.zeros(count), error

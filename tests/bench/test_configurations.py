@@ -4,6 +4,7 @@ Both run in this process, on threads.
 """
 
 import json
+import time
 from argparse import ArgumentParser
 
 import pytest
@@ -177,6 +178,23 @@ def test_steps_go_on_from_layout_to_layout_and_warm_up_first(monkeypatch):
     assert taken == [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)]
     for row in rows:
         assert row["seconds"] == pytest.approx((row["seconds_min"] + row["seconds_max"]) / 2)
+
+
+def test_ranks_without_a_part_in_a_layout_wait_for_it(monkeypatch):
+    """Rank 1 begins the layout of two ranks after rank 0 is done with that of one."""
+    done = []
+
+    def step_seconds(trainer, step):
+        if trainer.mesh.world.size == 1:
+            time.sleep(0.1)
+            done.append(step)
+        assert done[-1] == step
+        return 1.0
+
+    monkeypatch.setattr(layouts, "_step_seconds", step_seconds)
+    configs = [config_for(" ".join([*MODEL, flags]), ranks) for flags, ranks in (("", 1), ("--dp 2", 2))]
+    rows = run_local(2, layouts.measure, configs, 1, Network())
+    assert len(done) == 2 and [row["seconds"] for row in rows[0]] == [1.0, 1.0]
 
 
 def test_a_given_network_is_predicted_too(monkeypatch, tmp_path):

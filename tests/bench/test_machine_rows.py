@@ -1,5 +1,6 @@
 """Claims about the rows of `bench machine`, from pieces and messages of which the test says how long they take."""
 
+import time
 from argparse import Namespace
 from dataclasses import asdict, fields
 from types import SimpleNamespace
@@ -131,6 +132,32 @@ def test_the_seconds_of_pieces_are_medians_over_the_ranks(monkeypatch):
     values = iter([9.0, 2.0, 4.0])
     expected = {"F": 4.0, "I": 7.0}
     assert run_local(3, lambda comm: machine.measure_pieces(comm, Shape(32, 4, 8, 2), 5)) == [expected] * 3
+
+
+def test_all_ranks_measure_at_once(monkeypatch):
+    """No rank begins with its pieces, or with its messages, before the last one has come."""
+    came = []
+
+    def begin(*_):
+        assert came
+        return {"F": 1.0}
+
+    def rank(comm):
+        if comm.rank == 1:
+            time.sleep(0.1)
+            came.append(comm.rank)
+        machine.measure_pieces(comm, Shape(32, 4, 8, 2), 1)
+        comm.barrier()
+        came.clear()
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(0.1)
+            came.append(comm.rank)
+        machine.measure_messages(comm)
+
+    monkeypatch.setattr(machine, "pieces", begin)
+    monkeypatch.setattr(machine, "_ping_pong", lambda *given: begin(*given)["F"])
+    run_local(2, rank)
 
 
 def test_the_fake_group_sends_nothing_and_keeps_sizes():
