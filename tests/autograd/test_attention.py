@@ -7,7 +7,7 @@ import pytest
 import strict_array
 from training import using
 
-from minipar.autograd import Tensor, causal_attention, flop_counter
+from minipar.autograd import Tensor, causal_attention, flop_counter, packed
 from minipar.autograd import attention as module
 from minipar.autograd.attention import KEY_BLOCK, QUERY_BLOCK, attend, attend_backward, merge
 from minipar.autograd.gradcheck import gradcheck
@@ -264,3 +264,37 @@ def test_blocks_return_their_inputs_dtype(small_blocks, dtype, causal):
     out, lse = attend(q, k, v, 0.5, causal)
     gradients = attend_backward(out, q, k, v, out, lse, 0.5, causal)
     assert {array.dtype for array in (out, lse, *gradients, *merge(out, lse, out, lse))} == {np.dtype(dtype)}
+
+
+class Noting:
+    """An array module that notes the dtypes of the arrays which its functions return."""
+
+    def __init__(self, module, dtypes):
+        self.array_module, self.dtypes = module, dtypes
+
+    def __getattr__(self, name):
+        value = getattr(self.array_module, name)
+        if isinstance(value, type) or not callable(value):
+            return value
+
+        def noted(*arguments, **options):
+            result = value(*arguments, **options)
+            if isinstance(result, np.ndarray):
+                self.dtypes.add(str(result.dtype))
+            return result
+
+        return noted
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("method", ["full", "blockwise"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_attention_makes_no_array_of_another_dtype(small_blocks, monkeypatch, dtype, method, documents):
+    """An array of float64 takes twice the memory of one of float32, and so does each that is computed from it."""
+    dtypes, ids = set(), np.array([[*range(11), *range(8)]] * 2)
+    x, weights = Tensor(normal(2, 19, 24).astype(dtype), requires_grad=True), normal(2, 19, 12).astype(dtype)
+    monkeypatch.setattr(module, "xp", Noting(module.xp, dtypes))
+    with packed(ids if documents else None):
+        y = causal_attention(x, 4, 2, method=method)
+    y.backward(weights)
+    assert dtypes == {dtype} and {str(a.dtype) for a in y.node.saved.values() if a is not None} <= {dtype}

@@ -56,3 +56,9 @@ def test_an_error_of_more_than_a_ten_millionth_is_refused():
 def test_an_input_that_is_not_used_has_a_slope_of_zero():
     assert gradcheck(lambda x, _: x * 2.0, [X, X]) < 1e-8
     assert gradcheck(lambda x: Tensor(np.ones(2), requires_grad=True) * 2.0, [X]) == 0
+
+
+def test_an_error_as_large_as_the_tolerance_is_fine():
+    assert gradcheck(lambda x: Tensor(np.ones(2), requires_grad=True) * 2.0, [X], tolerance=0.0) == 0
+    with pytest.raises(AssertionError, match=r"input 0 of shape \(3, 4\): backward gives .* > 0\)"):
+        gradcheck(lambda x: x.exp(), [X], tolerance=0.0)

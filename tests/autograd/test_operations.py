@@ -65,9 +65,12 @@ def test_values_are_numpys():
     powers = np.exp(x)
     for dim in (0, 1, 2, -1, -3):
         np.testing.assert_allclose(Tensor(x).softmax(dim).data, powers / powers.sum(dim, keepdims=True), rtol=1e-13)
+    assert np.array_equal(Tensor(x).softmax().data, Tensor(x).softmax(2).data)
     for dim in (None, 0, -1, (0, 2)):
         for keepdims in (False, True):
             assert np.array_equal(Tensor(x).max(dim, keepdims).data, x.max(dim, keepdims=keepdims))
+        for call, reduced in ((Tensor.sum, x.sum(dim)), (Tensor.mean, x.mean(dim)), (Tensor.max, x.max(dim))):
+            assert call(Tensor(x), dim).shape == reduced.shape  # without the dim, unless it is to be kept
     assert np.array_equal(Tensor(x).relu().data, np.maximum(x, 0))
     assert np.array_equal(Tensor(x).swapaxes(0, -1).data, x.swapaxes(0, -1))
     assert np.array_equal(concatenate([Tensor(x), x], dim=1).data, np.concatenate([x, x], axis=1))
@@ -98,7 +101,11 @@ def test_softmax_of_huge_values_does_not_overflow():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_operations_keep_the_dtype(dtype):
     x = leaf(normal(2, 3), dtype)
-    for y in (x.relu(), x.softmax(), x.max(0), x.swapaxes(0, 1), x.transpose(0, 1), concatenate([x, x])):
+    every = [x.relu(), x.softmax(), x.max(0), x.swapaxes(0, 1), x.transpose(0, 1), concatenate([x, x])]
+    every += [x.exp(), (x * x).log(), x.tanh(), x**2.0, x / 2.0, x.mean(1), x.sum(0), x.reshape(6), x[:, :2] @ x]
+    every += [x[0], x[:, 1:], x[[1, 0, 1]], x[np.array([True, False])]]
+    for y in every:
+        x.grad = None
         y.sum().backward()
         assert y.dtype == dtype and x.grad.dtype == dtype
 
@@ -129,6 +136,12 @@ def test_a_tensor_of_one_element_is_a_number_as_in_torch():
     assert float(loss) == loss.item() == 4.0
     assert f"{loss:.3f}" == "4.000" and f"{loss:>8.1f}" == "     4.0" and f"{loss}" == "4.0"
     assert float(leaf([3.0])) == 3.0 and np.array([loss, loss], dtype=float).tolist() == [4.0, 4.0]
+
+
+def test_a_number_of_numpy_is_an_array_without_dims():
+    """As CuPy's are: NumPy's reductions give numbers, which nothing can be added to in place."""
+    for x in (Tensor(np.float64(2.5)), Tensor(np.float64(2.5), requires_grad=True) * 1.0, leaf([1.0, 1.5]).sum()):
+        assert type(x.data) is np.ndarray and x.data.shape == () and x.item() == 2.5
 
 
 def test_a_tensor_of_more_elements_is_no_number():

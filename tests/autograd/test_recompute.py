@@ -49,3 +49,20 @@ def test_backward_inside_no_grad_recomputes_all_the_same(depth):
             assert not (Tensor(arrays[0], True) * 2.0).requires_grad or context is nullcontext  # restored
         gradients.append([x.grad.tobytes(), w.grad.tobytes()])
     assert gradients[0] == gradients[1]
+
+
+def test_an_input_that_a_block_does_not_use_gets_nothing_from_it():
+    """Its other users' gradients stay, whether they arrive before the block's or after them."""
+    draw = np.random.Generator(np.random.Philox(6)).standard_normal
+    values = draw((2, 3, 4))
+    for block_is_last in (False, True):
+        x, unused = (Tensor(each, True) for each in values)
+        y, z = x.exp(), unused.exp()
+        other = None if block_is_last else z * 3.0
+        block = checkpoint(lambda a, b: a * 2.0, y, z)
+        other = z * 3.0 if other is None else other
+        (block + other).sum().backward()
+        assert np.array_equal(x.grad, 2 * np.exp(x.data)) and np.array_equal(unused.grad, 3 * np.exp(unused.data))
+    alone, unused = (Tensor(each, True) for each in values)
+    checkpoint(lambda a, b: a * 2.0, alone.exp(), unused.exp()).sum().backward()
+    assert alone.grad is not None and unused.grad is None

@@ -108,6 +108,12 @@ def test_masks_are_what_numpy_draws_by_name(shape, p):
     assert np.array_equal(mask(shape, keys, "drop", p), whole)
 
 
+def test_an_element_stays_where_its_number_is_p_itself():
+    numbers = generator(3, "dropout drop 5 4").random(6, np.float32)
+    for p in numbers.tolist():
+        assert np.array_equal(mask((1, 6), DropoutKeys(3, 5, [4]), "drop", p)[0], numbers >= np.float32(p))
+
+
 def test_a_samples_mask_is_its_own_whatever_batch_it_is_in():
     three = mask((3, 6, 10))
     for row, sample in enumerate(KEYS.samples):

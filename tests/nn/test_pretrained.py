@@ -1,6 +1,7 @@
 """Claims about the limits of a model directory: the last value that is taken, and the first that is refused."""
 
 import json
+import os
 import re
 import sys
 
@@ -61,6 +62,17 @@ def test_a_header_has_at_most_16_mib(directory):
             check_header(path)
     with pytest.raises(UsageError, match=r"its header takes 16,777,224 bytes, expected at most 16,777,216$"):
         load_pretrained(directory)
+
+
+def test_a_header_as_long_as_its_file_is_left_to_safetensors(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((2**24 + 8).to_bytes(8, "little"))
+    for size in (2**24 + 8, 2**24 + 9):
+        os.truncate(path, size)
+        if size == 2**24 + 8:
+            check_header(path)
+    with pytest.raises(UsageError, match="its header takes 16,777,224 bytes"):
+        check_header(path)
 
 
 def test_a_config_is_written_as_transformers_writes_it(directory):

@@ -1,0 +1,112 @@
+"""Claims about a new model: its initial values, its settings in every layer, and an owner that looks at optimizers."""
+
+import math
+
+import numpy as np
+import pytest
+
+from minipar.autograd import Tensor, rotary
+from minipar.errors import UsageError
+from minipar.nn import GPT, SGD, AdamW, Embedding, GPTConfig, Llama, LlamaConfig, MixtralConfig, Parameter
+from minipar.nn.layers import generator
+from minipar.nn.parameter import Owner
+
+CONFIGS = {
+    "gpt2": GPTConfig(11, 6, 8, 2, 2, initializer_range=0.5),
+    "llama": LlamaConfig(11, 8, 12, 2, 4, 2, 6, initializer_range=0.5),
+    "mixtral": MixtralConfig(11, 8, 12, 2, 4, 2, 6, initializer_range=0.5, num_local_experts=3),
+}
+RANDOM = np.random.Generator(np.random.Philox(52))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_matrix_is_drawn_by_seed_name_and_range(kind, deferred):
+    """GPT-2's projections into the residual stream are divided by sqrt(2 layers); gains are 1 and biases 0."""
+    model = CONFIGS[kind].build(seed=7, dtype="float64", deferred=deferred)
+    if deferred:
+        assert all(p.make is not None and p.data.base.size == 1 for p in model.parameters())
+        model.materialize()
+    for name, parameter in model.named_parameters():
+        std = 0.5 / math.sqrt(2 * 2) if name.endswith("c_proj.weight") else 0.5
+        expected = np.full(parameter.shape, float(name.endswith("weight")))
+        if parameter.ndim == 2:
+            expected = generator(7, name).standard_normal(parameter.shape) * std
+        assert np.array_equal(parameter.data, expected), name
+
+
+def test_every_layer_rotates_with_the_configs_theta():
+    model = Llama(LlamaConfig(11, 16, 12, 2, 4, 2, 6, rope_theta=50.0), dtype="float64")
+    x, positions = Tensor(RANDOM.standard_normal((2, 5, 16))), np.arange(5)
+    for block in model.model.layers:
+        layer, seen = block.self_attn, []
+        layer.attention = lambda qkv, heads, kv_heads, seen=seen: seen.append(qkv) or qkv[..., :16]
+        layer(x)
+        expected = rotary(layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), positions, size=4, theta=50.0)
+        assert np.array_equal(seen[0].data, expected.data)
+
+
+@pytest.mark.parametrize(("kind", "where"), [("gpt2", "wte"), ("llama", "model.embed_tokens")])
+def test_a_token_that_is_not_there_is_named_with_its_table(kind, where):
+    model = CONFIGS[kind].build()
+    with pytest.raises(UsageError, match=rf"^token 11 at \[0, 1\] is not below vocab_size 11 of {where}$"):
+        model(np.array([[1, 11]]))
+    with pytest.raises(UsageError, match=rf"^token -1 at \[1, 0\] is negative: tokens are 0 to 10 of {where}$"):
+        model(np.array([[1, 10], [-1, 0]]))
+
+
+def test_a_layer_of_one_parameter_refuses_an_empty_state():
+    with pytest.raises(UsageError, match="load_state_dict of an empty state: .*load what rank 0 has saved"):
+        Embedding(2, 3, name="table").load_state_dict({})
+
+
+def test_a_gpt_takes_as_many_tokens_as_it_has_positions():
+    assert GPT(CONFIGS["gpt2"])(np.zeros((1, 6), int)).shape == (1, 6, 11)
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_an_owner_sees_an_optimizer_when_made_and_in_each_step(make):
+    seen = []
+
+    class Watching(Owner):
+        def check_optimizer(self, parameters):
+            seen.append(list(parameters))
+
+    parameters = [Parameter(np.zeros(2)) for _ in range(3)]
+    parameters[1].owners = [Watching()]
+    optimizer = make(iter(parameters))
+    assert seen == [parameters]
+    for steps in (1, 2):
+        optimizer.zero_grad()
+        parameters[0].grad = np.ones(2)
+        optimizer.step()
+        assert seen == [parameters] * (1 + steps)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_sgd_decays_what_has_two_or_more_dims(momentum):
+    shapes = [(), (3,), (1, 1), (2, 3), (2, 1, 2)]
+    parameters = [Parameter(np.ones(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = np.full(parameter.shape, 2.0)
+    SGD(parameters, lr=0.25, momentum=momentum, weight_decay=4.0).step()
+    expected = [1 - 0.25 * (2 + 4 * (len(shape) >= 2)) for shape in shapes]
+    assert [set(p.data.reshape(-1).tolist()) for p in parameters] == [{value} for value in expected]
+
+
+def test_the_first_step_takes_values_that_were_loaded_before():
+    """Into a model in 2 bytes after its optimizer was made; later on the masters are the values."""
+    parameter = Parameter(np.ones(4, "float16"))
+    optimizer = AdamW([parameter], lr=2.0**-13)
+    parameter.data[...] = 3
+    for step in (1, 2, 3):
+        parameter.grad = np.ones(4, "float16")
+        optimizer.step()
+        optimizer.zero_grad()
+        np.testing.assert_allclose(optimizer.masters[0], 3 - step * 2.0**-13, rtol=1e-6)
+        assert parameter.data.tolist() == [3.0] * 4  # nearer than the next float16
+        parameter.data[...] = 2  # no state to load: the master stays what it is
+        parameter.data[...] = 3
