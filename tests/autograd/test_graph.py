@@ -103,3 +103,14 @@ def test_a_leafs_gradient_is_a_buffer_unless_it_is_named():
         hold("gradients", x.grad_buffer)
         x.exp().backward(np.ones(1000))
         assert (ledger.held["gradients"], ledger.held["buffers"], ledger.held["activations"]) == (8000, 0, 0)
+
+
+def test_gradients_on_their_way_are_activations():
+    """At the peak: two results that are saved, the gradient of the second, and that of the first."""
+    with MemoryLedger().recording() as ledger:
+        x = Tensor(DRAW(1000), requires_grad=True)
+        y = x.exp().exp()
+        assert ledger.held["activations"] == 2 * 8000
+        y.backward(np.ones(1000))
+        assert ledger.peak_parts["activations"] == ledger.peak == 4 * 8000
+        assert (ledger.held["activations"], ledger.held["buffers"]) == (8000, 8000)  # y, and x.grad

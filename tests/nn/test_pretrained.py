@@ -104,6 +104,21 @@ def test_other_rotations_are_refused(directory, rope):
         load_config(directory)
 
 
+@pytest.mark.parametrize("head_dim", [4, None])
+def test_a_head_has_its_share_of_the_hidden_size(head_dim, tmp_path):
+    save_pretrained(Llama(LLAMA), tmp_path)
+    change(tmp_path, head_dim=head_dim)
+    assert load_config(tmp_path) == LLAMA
+    change(tmp_path, head_dim=8)
+    with pytest.raises(UsageError, match="config.json: head_dim is 8, expected 4$"):
+        load_config(tmp_path)
+
+
+def test_a_directory_may_be_a_text(tmp_path):
+    save_pretrained(GPT(SMALL), f"{tmp_path}/new")
+    assert load_config(f"{tmp_path}/new") == load_pretrained(f"{tmp_path}/new").config == SMALL
+
+
 def test_saving_makes_the_directories_that_are_missing(tmp_path):
     for _ in range(2):  # the second time it is there
         save_pretrained(GPT(SMALL), tmp_path / "a" / "b")

@@ -7,7 +7,8 @@ import pytest
 
 from minipar.autograd import Tensor, rotary
 from minipar.errors import UsageError
-from minipar.nn import GPT, SGD, AdamW, Embedding, GPTConfig, Llama, LlamaConfig, MixtralConfig, Parameter
+from minipar.memory import MemoryLedger
+from minipar.nn import GPT, SGD, AdamW, Embedding, GPTConfig, Linear, Llama, LlamaConfig, MixtralConfig, Parameter
 from minipar.nn.layers import generator
 from minipar.nn.parameter import Owner
 
@@ -64,6 +65,25 @@ def test_a_gpt_takes_as_many_tokens_as_it_has_positions():
     assert GPT(CONFIGS["gpt2"])(np.zeros((1, 6), int)).shape == (1, 6, 11)
 
 
+def test_an_embedding_takes_a_list_of_ids():
+    table = Embedding(5, 3, name="table")
+    assert np.array_equal(table([[4, 0], [4, 1]]).data, table.weight.data[[[4, 0], [4, 1]]])
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_recompute_trains_the_blocks_above_a_frozen_embedding(kind):
+    gradients = []
+    for recompute in (False, True):
+        model = CONFIGS[kind].build(dtype="float64", recompute=recompute)
+        model.token_embedding.requires_grad = False
+        model.loss(np.array([[1, 2, 3]]), np.array([[2, 3, 4]])).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    plain, recomputed = gradients
+    assert [name for name in plain if plain[name] is None] == ["model.embed_tokens.weight"]
+    assert recomputed.pop("model.embed_tokens.weight") is None
+    assert all(np.array_equal(recomputed[name], plain[name]) for name in recomputed)
+
+
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
@@ -108,5 +128,37 @@ def test_the_first_step_takes_values_that_were_loaded_before():
         optimizer.zero_grad()
         np.testing.assert_allclose(optimizer.masters[0], 3 - step * 2.0**-13, rtol=1e-6)
         assert parameter.data.tolist() == [3.0] * 4  # nearer than the next float16
-        parameter.data[...] = 2  # no state to load: the master stays what it is
-        parameter.data[...] = 3
+        parameter.data[...] = 2  # after the first step the master's value stays
+
+
+def test_adamw_squares_gradients_of_2_bytes_in_float32():
+    """300^2 is more than float16's largest value, and 1e-4^2 is less than its smallest one."""
+    for size in (300.0, 1e-4):
+        parameter = Parameter(np.ones(3, "float16"))
+        optimizer = AdamW([parameter], betas=(0.5, 0.5))
+        parameter.grad = np.full(3, size, "float16")
+        optimizer.step()
+        exact = float(np.float16(size))
+        np.testing.assert_allclose(optimizer.exp_avg[0], exact / 2, rtol=1e-6)
+        np.testing.assert_allclose(optimizer.exp_avg_sq[0], exact**2 / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "each"), [("float16", 12), ("float32", 8), ("float64", 16)])
+def test_the_ledger_counts_moments_and_masters(dtype, each):
+    """Two moments of each element, and of one in 2 bytes a master in float32, too."""
+    parameters = [Parameter(np.ones((10, 10), dtype)), Parameter(np.ones(7, dtype))]
+    with MemoryLedger().recording() as ledger:
+        optimizer = AdamW(parameters)
+        assert ledger.held["optimizer"] == ledger.total() == each * 107
+    del optimizer
+
+
+def test_a_name_used_twice_is_told_with_its_remedy():
+    layers = [Linear(4, 4, name="up.fc", bias=False), Linear(4, 8, name="up.fc", bias=False)]
+    with pytest.raises(UsageError) as error:
+        SGD([layer.weight for layer in layers])
+    assert str(error.value) == (
+        'two parameters of the model, of shapes (4, 4) and (4, 8), are drawn by the name "up.fc.weight" and seed 0, '
+        'and so start from the same values: give each layer a name of its own, such as name="blocks.0.up.fc", '
+        "or another seed"
+    )
