@@ -1,11 +1,22 @@
 """Claims about the graph: what several users send to one result is added up, and what is put off keeps its order."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 import pytest
 
-from minipar.autograd import Tensor, checkpoint, defer_weight_gradients, linear, queue_callback, randomness
+from minipar.autograd import (
+    Function,
+    LazyGradient,
+    PendingGradient,
+    Tensor,
+    checkpoint,
+    defer_weight_gradients,
+    linear,
+    queue_callback,
+    randomness,
+)
 from minipar.backend import setting
 from minipar.memory import MemoryLedger, hold
 
@@ -114,3 +125,55 @@ def test_gradients_on_their_way_are_activations():
         y.backward(np.ones(1000))
         assert ledger.peak_parts["activations"] == ledger.peak == 4 * 8000
         assert (ledger.held["activations"], ledger.held["buffers"]) == (8000, 8000)  # y, and x.grad
+
+
+# ---- gradients that are still on their way ---------------------------------------------------------------------------
+
+
+class Doubled(Function):
+    """x + w, whose gradients are doubled: that of x arrives later, and that of w is a recipe. It notes when."""
+
+    events = []
+
+    def forward(self, x, w):
+        return x + w
+
+    def backward(self, grad):
+        def wait():
+            self.events.append("x arrives")
+            return 2 * grad
+
+        def compute(out):
+            self.events.append("w is computed")
+            return 2 * grad
+
+        return PendingGradient(wait), LazyGradient(compute)
+
+
+@pytest.mark.parametrize("x_is_a_leaf", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_a_gradient_on_its_way_arrives_after_the_weights(dtype, x_is_a_leaf):
+    """Where x is a leaf too, in the order of the inputs. Put off is the recipe alone."""
+    x, w = (Tensor(np.ones(3, dtype), requires_grad=True) for _ in range(2))
+    for put_off in (False, True):
+        x.grad = w.grad = None
+        Doubled.events.clear()
+        y = Doubled.apply(x if x_is_a_leaf else x * 3.0, w)
+        with defer_weight_gradients() if put_off else nullcontext() as queue:
+            y.backward(np.ones(3, dtype))
+        expected = ["x arrives", "w is computed"] if x_is_a_leaf else ["w is computed", "x arrives"]
+        assert Doubled.events == (["x arrives"] if put_off else expected)
+        if put_off:
+            assert w.grad is None and len(queue) == 1
+            queue.run()
+        assert x.grad.tolist() == [2.0 if x_is_a_leaf else 6.0] * 3 and w.grad.tolist() == [2.0] * 3
+        assert x.grad.dtype == w.grad.dtype == dtype
+
+
+def test_a_recipe_for_a_result_is_computed_at_once():
+    x, w = (Tensor(np.ones(3), requires_grad=True) for _ in range(2))
+    Doubled.events.clear()
+    y = Doubled.apply(x, w * 5.0)
+    with defer_weight_gradients() as queue:
+        y.backward(np.ones(3))
+    assert len(queue) == 0 and w.grad.tolist() == [10.0] * 3 and x.grad.tolist() == [2.0] * 3

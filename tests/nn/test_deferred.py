@@ -155,6 +155,17 @@ def test_a_tensor_of_another_dtype_is_refused_by_name(key, dtype, itemsize, defe
         load_pretrained(tmp_path, deferred=deferred)
 
 
+def test_a_tied_head_of_another_dtype_is_refused_by_name(tmp_path):
+    save_pretrained(GPT(SMALL), tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(state | {"lm_head.weight": state["wte.weight"].copy()}, tmp_path / "model.safetensors")
+    rewrite_as(tmp_path / "model.safetensors", "lm_head.weight", "I32", 4)
+    with pytest.raises(
+        UsageError, match="model.safetensors: lm_head.weight is stored as I32; expected one of F64, F32"
+    ):
+        load_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("key", ["wte.weight", "lm_head.weight"])
 def test_a_bfloat16_head_is_compared_with_its_embedding(key, tmp_path):
     model = GPT(SMALL)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from safetensors import safe_open
@@ -102,6 +103,16 @@ def test_other_rotations_are_refused(directory, rope):
     change(directory, rope_parameters=rope)
     with pytest.raises(UsageError, match=r"rope_parameters is .*, but minipar's gpt2 has a rope_theta of rope_type"):
         load_config(directory)
+
+
+@pytest.mark.parametrize("theta", [500.0, 7])
+def test_a_theta_is_read_where_transformers_5_writes_it(theta, tmp_path):
+    """In `rope_parameters`; files of version 4 have `rope_theta` alone."""
+    save_pretrained(Llama(LLAMA), tmp_path)
+    change(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    assert load_config(tmp_path) == replace(LLAMA, rope_theta=theta)
+    change(tmp_path, rope_parameters={"rope_type": "default"}, rope_theta=theta + 1)
+    assert load_config(tmp_path) == replace(LLAMA, rope_theta=theta + 1)
 
 
 @pytest.mark.parametrize("head_dim", [4, None])
