@@ -148,6 +148,15 @@ def test_blocks_run_on_a_device(small_blocks):
         np.testing.assert_allclose(ours.get(), theirs, rtol=1e-12, atol=1e-13)
 
 
+def test_the_host_computes_one_head_of_keys_at_a_time():
+    """Its blocks stay in caches; a device takes all heads at once."""
+    shape = (2, 3, 1, 5, 4)
+    each = [(slice(b, b + 1), slice(n, n + 1)) for b in range(2) for n in range(3)]
+    assert module.heads_at_a_time(np.zeros(shape)) == each
+    with using(strict_array):
+        assert module.heads_at_a_time(strict_array.zeros(shape)) == [(slice(0, 2), slice(0, 3))]
+
+
 def test_the_diagonal_meets_the_last_block_of_each_row_alone():
     """With the sizes of blocks as they are, and a length that ends in neither."""
     assert KEY_BLOCK % QUERY_BLOCK == 0
