@@ -1,4 +1,4 @@
-"""Claims about a new model: its initial values, its settings in every layer, and an owner that looks at optimizers."""
+"""Claims about a new model and its optimizer: initial values, settings in every layer, owners, the first step."""
 
 import math
 
@@ -8,7 +8,20 @@ import pytest
 from minipar.autograd import Tensor, rotary
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.nn import GPT, SGD, AdamW, Embedding, GPTConfig, Linear, Llama, LlamaConfig, MixtralConfig, Parameter
+from minipar.nn import (
+    GPT,
+    SGD,
+    AdamW,
+    Embedding,
+    GPTConfig,
+    Linear,
+    Llama,
+    LlamaConfig,
+    MixtralConfig,
+    Module,
+    Parameter,
+    clip_grad_norm,
+)
 from minipar.nn.layers import generator
 from minipar.nn.parameter import Owner
 
@@ -104,6 +117,72 @@ def test_an_owner_sees_an_optimizer_when_made_and_in_each_step(make):
         parameters[0].grad = np.ones(2)
         optimizer.step()
         assert seen == [parameters] * (1 + steps)
+
+
+class Sharding(Owner):
+    """A strategy that holds shards of the values, trebles the mean loss and forgets gradients."""
+
+    def __init__(self, events, holds_values=True):
+        self.events, self.holds_values = events, holds_values
+
+    def watch_mean(self, loss):
+        self.events.append("watches")
+        return loss * 3.0
+
+    def forget_gradients(self):
+        self.events.append("forgets")
+
+
+def test_owners_watch_the_mean_loss_and_forget_gradients():
+    class Squares(Module):
+        def __init__(self):
+            self.a, self.b = Parameter(np.array([3.0])), Parameter(np.array([5.0]))
+
+        def loss_sum(self, x, y):
+            return (self.a * self.b * x).sum()
+
+    model, x, y = Squares(), np.array([1.0, 3.0]), np.zeros(2)
+    assert model.loss(x, y).item() == 30.0
+    events = []
+    first, second = Sharding(events), Sharding(events)
+    model.a.owners, model.b.owners = [first], [second, first]
+    loss = model.loss(x, y)
+    assert loss.item() == 9 * 30.0 and events == ["watches"] * 2
+    loss.backward()
+    model.zero_grad()
+    assert events[2:] == ["forgets"] * 2 and model.a.grad is None and model.b.grad is None
+
+
+def test_a_rank_of_shards_has_no_state_of_its_own():
+    model = Linear(2, 3, name="layer")
+    state = model.state_dict()
+    model.bias.owners = [Sharding([]), Sharding([], holds_values=False)]
+    says = "^this rank holds shards of the parameters: all ranks call the wrapper's state_dict\\(\\)$"
+    with pytest.raises(ValueError, match=says):
+        model.state_dict()
+    with pytest.raises(ValueError, match="^this rank holds shards of the parameters: load the state before wrapping"):
+        model.load_state_dict(state)
+    model.bias.owners.pop()
+    model.load_state_dict(model.state_dict())
+
+
+def test_an_owner_by_default_does_nothing():
+    owner, loss = Owner(), Tensor(np.ones(()))
+    assert owner.watch_mean(loss) is loss and (owner.sharded, owner.holds_values, owner.wrapper) == (False, True, "")
+    parameter = Parameter(np.ones(2))
+    parameter.owners, parameter.grad = [owner], np.ones(2)
+    assert clip_grad_norm([parameter], None) == math.sqrt(2)
+    SGD([parameter], lr=1.0).step()
+    assert parameter.data.tolist() == [0.0, 0.0]
+
+
+def test_a_module_without_a_forward_says_so():
+    class Own(Module):
+        pass
+
+    for call in (Own(), Own().forward):
+        with pytest.raises(TypeError, match="^Own does not define forward$"):
+            call(1, key=2)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
