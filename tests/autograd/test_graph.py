@@ -127,6 +127,17 @@ def test_gradients_on_their_way_are_activations():
         assert (ledger.held["activations"], ledger.held["buffers"]) == (8000, 8000)  # y, and x.grad
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (1, 1), (1, 2), (3, 1), (3, 2), (1, 3, 1), (4, 1, 2), (4, 3, 2)])
+def test_a_gradient_has_the_shape_before_broadcasting(shape):
+    x, g = Tensor(DRAW(shape), requires_grad=True), DRAW((4, 3, 2))
+    (x + np.ones((4, 3, 2))).backward(g)
+    sizes = (1, 1, 1, *shape)[-3:]
+    stretched = tuple(i for i, size in enumerate(sizes) if size == 1)
+    expected = g.sum(axis=stretched).reshape(shape)
+    assert x.grad.shape == shape
+    np.testing.assert_allclose(x.grad, expected, rtol=1e-13)
+
+
 # ---- gradients that are still on their way ---------------------------------------------------------------------------
 
 
