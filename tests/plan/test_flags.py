@@ -1,0 +1,127 @@
+"""The planner's flags: which it needs, what each refuses in which words, and sizes at the edge of what it accepts."""
+
+import json
+
+import pytest
+
+from minipar.plan.__main__ import check_limits, main, parser, read_request
+
+NEEDED = "--model gpt2 --gpus 8 --gpu a100 --global-batch 16 --seq-len 1024".split()
+
+
+def refused(capsys, *words):
+    """Return the line that these words get."""
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err.removeprefix("minipar: error: ").removesuffix("\n")
+
+
+def space_of(*words):
+    return read_request(parser().parse_args([*NEEDED, *words])).space
+
+
+def test_five_flags_are_needed(capsys):
+    needed = "the following arguments are required: --model, --gpus, --gpu, --global-batch, --seq-len"
+    assert refused(capsys) == needed
+    for flag in NEEDED[::2]:
+        place = NEEDED.index(flag)
+        rest = NEEDED[:place] + NEEDED[place + 2 :]
+        assert refused(capsys, *rest) == f"the following arguments are required: {flag}"
+
+
+WHOLE = "whole number from 1 up"
+SIZES = "list of whole numbers from 1 up, such as 1,2,4"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        ("--gpus", "0", WHOLE),
+        ("--gpus-per-node", "x", WHOLE),
+        ("--global-batch", "1.5", WHOLE),
+        ("--seq-len", "-1", WHOLE),
+        ("--dp", "0", WHOLE),
+        ("--tp", "0", WHOLE),
+        ("--pp", "0", WHOLE),
+        ("--microbatch", "0", WHOLE),
+        ("--top", "0", WHOLE),
+        ("--cp", "1,x", SIZES),
+        ("--ep", "0", SIZES),
+        ("--etp", "1,0", SIZES),
+        ("--zero-replicas", "2,,4", SIZES),
+        ("--zero-stage", "0,4", "list of stages from 0 to 3, such as 0,1,3"),
+    ],
+)
+def test_a_wrong_size_is_told_what_it_should_be(flag, value, expected, capsys):
+    assert refused(capsys, *NEEDED, flag, value) == f"argument {flag}: invalid {expected} value: '{value}'"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "known"),
+    [
+        ("--precision", "fp8", "fp16, bf16"),
+        ("--attention", "lash", "stored, flash"),
+        ("--context-parallel", "rings", "ring, all-gather, ulysses"),
+        ("--cp-order", "striped", "zigzag, contiguous"),
+        ("--recompute", "all", "none, selective, full"),
+        ("--sequence-parallel", "yes", "on, off"),
+        ("--schedule", "dualpipev", "naive, gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zbv"),
+    ],
+)
+def test_a_wrong_choice_is_told_all_choices(flag, value, known, capsys):
+    words = refused(capsys, *NEEDED, flag, value).replace("'", "").partition("; did you mean")[0]
+    assert words == f"argument {flag}: invalid choice: {value} (choose from {known})"
+
+
+def test_a_flag_is_not_shortened(capsys):
+    assert refused(capsys, *NEEDED, "--micro", "1").startswith("unrecognized arguments: --micro 1")
+
+
+def test_the_usage_names_the_program():
+    assert parser().format_usage().startswith("usage: python -m minipar.plan [-h]")
+
+
+@pytest.mark.parametrize(
+    ("flag", "most"),
+    [("--gpus", 1 << 20), ("--tp", 1 << 20), ("--global-batch", 1 << 24), ("--seq-len", 1 << 24), ("--top", 50)],
+)
+def test_a_size_is_refused_beyond_the_largest(flag, most, capsys):
+    check_limits(parser().parse_args([*NEEDED, flag, str(most)]))
+    assert refused(capsys, *NEEDED, flag, str(most + 1)) == f"{flag} {most + 1}: at most {most}"
+
+
+def test_without_flags_all_is_searched():
+    space = space_of()
+    assert (space.zero, space.zero_replicas, space.cp_order, space.sequence_parallel) == (
+        (0, 1, 2, 3),
+        1,
+        "zigzag",
+        None,
+    )
+    assert [space.dp, space.tp, space.pp, space.microbatch, space.recompute, space.schedule] == [None] * 6
+    assert [space.cp, space.context_parallel, space.ep, space.etp] == [None] * 4
+    assert parser().parse_args(NEEDED).gpus_per_node == 8
+
+
+def test_all_zero_stages_can_be_given():
+    assert space_of("--zero-stage", "0,1,2,3").zero == (0, 1, 2, 3)
+
+
+def test_axes_of_one_rank_refuse_only_their_own_flags():
+    """cp 2 has an order, pp 2 a schedule, tp 2 sequence parallelism, and etp may be all of tp without it."""
+    assert space_of("--cp", "1,2", "--cp-order", "contiguous").cp_order == "contiguous"
+    assert space_of("--pp", "2", "--schedule", "gpipe").schedule == "gpipe"
+    assert space_of("--tp", "2", "--sequence-parallel", "on").sequence_parallel is True
+    assert space_of("--tp", "1", "--sequence-parallel", "off").sequence_parallel is False
+    whole = space_of("--tp", "4", "--etp", "4", "--sequence-parallel", "off")
+    assert (whole.tp, whole.etp, whole.sequence_parallel) == (4, (4,), False)
+    assert space_of("--etp", "2,4").etp == (2, 4)
+
+
+def test_a_model_with_one_position_learns_no_second(tmp_path, capsys):
+    sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 64, "n_positions": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    own = ["--model", str(tmp_path), *NEEDED[2:-1]]
+    assert refused(capsys, *own, "2") == f"--seq-len 2: {tmp_path} has 1 learned positions"
+    assert main([*own, "1"]) == 0
