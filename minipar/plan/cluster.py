@@ -227,8 +227,6 @@ def gather_seconds(cluster: Cluster, nbytes: float, stride: int, size: int) -> f
     (Framework.ring_per_card). Then a k-th of the bytes passes each card and all of them pass the
     links inside; the longer of the two counts.
     """
-    if size == 1:
-        return 0.0
     k = cluster.members_per_host(stride, size)
     hosts = -(-size // k)
     inside = cluster.inside
@@ -300,11 +298,9 @@ def model_clock_cluster(
     )
     exact = Assumptions(
         half_work=0.0,
-        copies=1.0,
         links=1.0,
         alpha_inside=inside.alpha,
         alpha_between=between.alpha,
         contention=0.0,
-        memory_used=1.0,
     )
     return Cluster(gpu=gpu, gpus=ranks, per_host=per_host, assumptions=exact, framework=MINIPAR)

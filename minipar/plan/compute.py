@@ -53,7 +53,7 @@ class UnitTime(StageTime):
     """
 
     tp: float
-    gather: float = 0.0
+    gather: float
     refresh: float = 0.0
     reduce: float = 0.0
     partial: float = 0.0

@@ -7,7 +7,8 @@ import pytest
 from planning import layout
 
 from minipar.parallel.pipeline.schedules import make
-from minipar.plan.pipeline_time import StageTime, closed_form, simulate_exactly, simulated
+from minipar.plan import pipeline_time
+from minipar.plan.pipeline_time import StageTime, closed_form, simulate_exactly, simulated, simulated_actions
 
 CLOSED = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
 SHAPES = [(1, 1, 1), (1, 1.2, 0.8), (1.0, 2.1, 0.9)]  # F, I, W; the last with full recompute
@@ -78,3 +79,43 @@ def test_the_rank_of_a_stage_is_the_schedules(name, v):
     actions, one = make(name, 4, 8, v if v > 1 else None), pipeline(name, 4, 8, v)
     assert [actions.home[s] for s in range(actions.stages)] == [one.rank_of(s) for s in range(actions.stages)]
     assert actions.stages == 4 * one.stages_per_rank
+
+
+def test_the_moments_of_a_step_by_hand():
+    """F is 1 and B 2, so that with two ranks and two microbatches of 1F1B the first rank's step is FF--BB-BB."""
+    step = simulate_exactly("1f1b", 2, 2, 1, (StageTime(1, 1, 1), StageTime(1, 1, 1)), 0.0)
+    assert (step.makespan, step.gradients_begin, step.ranks_end) == (9.0, (7.0, 5.0), (9.0, 7.0))
+    split = simulate_exactly("zb-h1", 2, 2, 1, (StageTime(1, 1, 1), StageTime(1, 1, 1)), 0.0)
+    assert (split.makespan, split.gradients_begin, split.ranks_end) == (7.0, (6.0, 6.0), (7.0, 7.0))
+
+
+def test_a_message_that_blocks_no_rank_delays_the_next_stage():
+    step = simulate_exactly("gpipe", 2, 3, 1, (StageTime(1, 1, 1), StageTime(1, 2, 2)), 0.5)
+    assert (step.makespan, step.gradients_begin, step.ranks_end) == (19.0, (17.0, 12.5), (19.0, 16.5))
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "lengths"),
+    [(4, 12, [12]), (4, 13, [13]), (4, 16, [8, 12]), (4, 33, [9, 13]), (4, 35, [11, 15]), (2, 7, [7]), (2, 9, [5, 7])],
+)
+def test_a_step_is_simulated_whole_up_to_three_rounds(p, m, lengths, monkeypatch):
+    """A longer one at two rounds and at three, next to what is left of m."""
+    simulated_lengths = []
+    real = pipeline_time.simulate_exactly
+
+    def noted(schedule, ranks, microbatches, *rest):
+        simulated_lengths.append(microbatches)
+        return real(schedule, ranks, microbatches, *rest)
+
+    monkeypatch.setattr(pipeline_time, "simulate_exactly", noted)
+    one = pipeline("1f1b", p, m)
+    assert simulated(one, stages(one, (1, 1, 1))).makespan == pytest.approx(3 * m + 3 * (p - 1), rel=1e-12)
+    assert simulated_lengths == lengths
+
+
+def test_as_many_actions_as_the_most_are_simulated(monkeypatch):
+    one = pipeline("1f1b", 2, 4)
+    monkeypatch.setattr(pipeline_time, "MOST_ACTIONS", simulated_actions(one))
+    assert simulated(one, stages(one, (1, 1, 1))).makespan == 15.0
+    monkeypatch.setattr(pipeline_time, "MOST_ACTIONS", simulated_actions(one) - 1)
+    assert simulated(one, stages(one, (1, 1, 1))) is None

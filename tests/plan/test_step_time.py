@@ -157,6 +157,7 @@ def test_gathers_and_reductions_next_to_a_pass():
     backward = [UnitPass(1.0, reduce=3.0)] * 4
     assert overlapped(backward) == (4.0, 13.0)
     assert overlapped(backward, few_gradients=True) == (8.0, 13.0)
+    assert overlapped(backward[:3], few_gradients=True) == (5.0, 10.0)
     assert overlapped(backward, stream=5.0, few_gradients=True) == (12.0, 17.0)
     for few in (False, True):
         assert overlapped([UnitPass(3.0, reduce=1.0)] * 4, few_gradients=few) == (12.0, 13.0)
