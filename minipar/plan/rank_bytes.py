@@ -141,7 +141,7 @@ def in_flight(layout: Layout) -> Fraction | int:
             return m
         case "naive":
             return 1
-        case "interleaved-1f1b" if v > 1:
+        case "interleaved-1f1b":
             return min(Fraction(m), p * (1 + Fraction(p - 1, p * v)))
         case "zb-h2":
             return min(m, 2 * p - 1)

@@ -12,7 +12,16 @@ from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.traffic import tp_bytes
 from minipar.plan.layout import MEGATRON, MINIPAR, PRECISIONS
 from minipar.plan.model import ModelShape, find_model
-from minipar.plan.rank_bytes import in_flight, layer_activations, layer_state, memory, rank_parameters, volume
+from minipar.plan.rank_bytes import (
+    expert_bytes,
+    in_flight,
+    in_flight_last,
+    layer_activations,
+    layer_state,
+    memory,
+    rank_parameters,
+    volume,
+)
 
 GPT3 = find_model("gpt3-175b")
 
@@ -54,6 +63,22 @@ def test_microbatches_in_flight_are_the_schedules_own(name, p, m):
     expected = Fraction(max(peak_live(actions) for actions in schedule.ranks), v)
     counted = in_flight(layout(pp=p, microbatches=m, schedule=name, virtual_stages=v))
     assert counted == expected
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_of_interleaved_stages_all_ranks_are_the_schedules_own(v):
+    """The first rank holds most, the last least: also where each rank has a single stage."""
+    one = layout(pp=4, microbatches=16, schedule="interleaved-1f1b", virtual_stages=v)
+    live = [peak_live(actions) for actions in make("interleaved-1f1b", 4, 16, v).ranks]
+    assert (in_flight(one) * v, in_flight_last(one) * v) == (live[0], live[-1])
+    few = layout(pp=4, microbatches=2, schedule="interleaved-1f1b", virtual_stages=v)
+    assert (in_flight(few), in_flight_last(few)) == (2, min(2, 4 - Fraction(3, v)))
+
+
+def test_without_ep_no_rows_travel():
+    model = find_model("mixtral-8x7b")
+    assert expert_bytes(model, layout(), 64) == expert_bytes(GPT3, layout(), 64) == (0, 0)
+    assert expert_bytes(model, layout(dp=2, ep=2, tp=4, etp=2), 64) == (2 * 64 * 4096 * 2 // 4 * 2, 8 * 8)
 
 
 @pytest.mark.parametrize(("stage", "own", "shared"), [(0, 16, 0), (1, 4, 12), (2, 2, 14), (3, 0, 16)])

@@ -14,6 +14,7 @@ from minipar.plan.pipeline_time import simulated_actions
 from minipar.plan.rank_bytes import memory
 from minipar.plan.search import judge, plan
 from minipar.plan.space import SearchSpace, can_run, divisors, layouts, meshes, schedules
+from minipar.plan.step_time import StepTime
 
 GPT2, MIXTRAL = find_model("gpt2"), find_model("mixtral-8x7b")
 FREE = SearchSpace()
@@ -137,6 +138,16 @@ def test_a_layout_that_needs_all_usable_memory_fits():
     needed = memory(GPT2, one, 64).total
     full = replace(cluster, gpu=replace(cluster.gpu, memory=needed), assumptions=exact)
     assert plan(GPT2, full, 4, 64, space).fitting == 1
+
+
+def test_of_layouts_as_fast_the_first_stands(monkeypatch):
+    """The least ZeRO stage, and nothing recomputed."""
+    monkeypatch.setattr(search, "step_time", lambda *given, **options: StepTime(1.0, 0, 0, 0, 0, 0, True))
+    first = {}
+    for one in layouts(GPT2, a100s(4), 4):
+        first.setdefault(one.mesh, one)
+    found = [mesh.layout for mesh in plan(GPT2, a100s(4), 4, 64).meshes]
+    assert found == list(first.values()) and {one.zero for one in found} == {0}
 
 
 def test_the_best_are_simulated_until_their_actions_are_too_many(monkeypatch):
