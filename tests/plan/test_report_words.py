@@ -35,7 +35,7 @@ def test_what_takes_exactly_the_spread_longer_is_tied():
     assert tied([first, second, third], 0.5) == [first, second]
 
 
-def test_a_pipeline_and_each_axis_longer_than_one_are_less_simple():
+def test_a_pipeline_and_each_longer_axis_are_less_simple():
     assert complexity(layout()) == (False, 0)
     assert complexity(layout(dp=2)) == complexity(layout(cp=2)) == complexity(layout(ep=2)) == (False, 1)
     assert complexity(layout(pp=2)) == (True, 1) and complexity(layout(dp=2, tp=2, pp=2)) == (True, 3)

@@ -120,7 +120,7 @@ def test_the_ends_send_their_own_parameters_and_no_more(pp, zero):
         assert (unit.partial, unit.across, unit.cp, unit.ep) == (0, 0, 0, 0)
 
 
-def test_a_router_is_summed_over_tp_even_without_sequence_parallelism():
+def test_a_router_is_summed_over_tp_in_any_case():
     cluster = a100s(8)
     summed = 2 * gather_seconds(cluster, 4096 * 8 * 2, 1, 4)
     assert unit_times(MIXTRAL, layout(dp=2, tp=4), cluster, LENGTH).layer.partial == pytest.approx(summed, rel=1e-12)
