@@ -5,6 +5,8 @@ import json
 import pytest
 
 from minipar.plan.__main__ import check_limits, main, parser, read_request
+from minipar.plan.cluster import GPUS, Cluster
+from minipar.plan.programs import PROGRAMS
 
 NEEDED = "--model gpt2 --gpus 8 --gpu a100 --global-batch 16 --seq-len 1024".split()
 
@@ -117,6 +119,33 @@ def test_axes_of_one_rank_refuse_only_their_own_flags():
     whole = space_of("--tp", "4", "--etp", "4", "--sequence-parallel", "off")
     assert (whole.tp, whole.etp, whole.sequence_parallel) == (4, (4,), False)
     assert space_of("--etp", "2,4").etp == (2, 4)
+
+
+def test_a_named_model_learns_as_many_positions_as_it_needs():
+    for name, length, positions in (
+        ("GPT2", 4096, 4096),
+        ("gpt2", 1025, 1025),
+        ("gpt2", 1024, 1024),
+        ("gpt2", 8, 1024),
+    ):
+        asked = read_request(parser().parse_args(["--model", name, *NEEDED[2:-1], str(length)]))
+        assert asked.model.positions == positions and asked.model.layers == 12
+    llama = read_request(parser().parse_args(["--model", "llama-7b", *NEEDED[2:]]))
+    assert llama.model.positions == 0
+
+
+def test_a_question_is_what_the_flags_say():
+    flags = (
+        "--gpus-per-node 4 --dp 2 --tp 2 --pp 2 --microbatch 4 --program nanotron --precision bf16 --attention flash"
+    )
+    asked = read_request(parser().parse_args([*NEEDED, *flags.split()]))
+    assert (asked.name, asked.gpu, asked.program) == ("gpt2", "a100", "nanotron")
+    assert (asked.global_batch, asked.length, asked.tokens, asked.precision) == (16, 1024, 16 * 1024, "bf16")
+    program = PROGRAMS["nanotron"]
+    assert asked.cluster == Cluster(GPUS["a100"], 8, 4, program.assumptions, program.framework)
+    assert (asked.spread, asked.evidence) == (program.spread, program.evidence)
+    space = asked.space
+    assert (space.dp, space.tp, space.pp, space.microbatch, space.attention) == (2, 2, 2, 4, "flash")
 
 
 def test_a_model_with_one_position_learns_no_second(tmp_path, capsys):

@@ -81,7 +81,8 @@ def test_choices_that_do_not_go_together_are_no_layouts():
 def test_a_pipeline_may_have_as_many_stages_as_layers():
     every = list(meshes(shape(4), a100s(8), 8, SearchSpace(tp=1), 64))
     assert every == [(1, 1, 1, 8), (1, 1, 2, 4), (1, 1, 4, 2)]
-    assert judge(GPT2, layout(pp=12, microbatches=12), Cluster(GPUS["a100"], 12, 12), 12, 64).layout.pp == 12
+    judged = judge(GPT2, layout(pp=12, microbatches=12), Cluster(GPUS["a100"], 12, 12), 12, 64)
+    assert judged.layout.pp == 12 and judged.time.exact
 
 
 def test_cp_and_experts_share_the_ranks_of_a_stage():

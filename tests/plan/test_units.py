@@ -88,6 +88,17 @@ def test_the_libraries_buffers_are_held_beside_all_else():
     assert memory(GPT2, one, LENGTH, NANOTRON).buffers == pytest.approx(none + 0.38e9, rel=1e-12)
 
 
+def test_a_short_ring_finds_room_where_the_mlp_was():
+    """What it holds for a moment is less than the MLP's activations, which backward has freed by then."""
+    llama = find_model("llama-3-8b")
+    tokens = 2 * 32
+    logits = 2 * tokens * 4096 + 3 * tokens * 128256
+    assert memory(llama, layout(cp=2, attention="flash"), 64).buffers == logits
+    gathered = memory(llama, layout(cp=64, attention="flash", context_parallel="all-gather"), 64).buffers
+    moment = 2 * (4 * 64 * 1024) - 2 * 4 * 14336
+    assert gathered == logits / 32 + moment
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_second_copy_of_gradients_is_sharded_with_them(zero):
     one = layout(dp=4, zero=zero)
