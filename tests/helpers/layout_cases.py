@@ -129,6 +129,7 @@ CASES = {
             layout(dp=2, tp=4, microbatches=4, zero=1, sequence_parallel=True, recompute="full", **BF16),
             layout(dp=2, tp=4, microbatches=4, zero=2, sequence_parallel=True, **BF16),
             layout(dp=1, tp=4, pp=2, microbatches=8, sequence_parallel=True, **BF16),
+            layout(dp=1, tp=4, pp=2, microbatches=8, **BF16),
         ],
         program="nanotron",
         gpu="h100",

@@ -153,4 +153,4 @@ def test_a_model_with_one_position_learns_no_second(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
     own = ["--model", str(tmp_path), *NEEDED[2:-1]]
     assert refused(capsys, *own, "2") == f"--seq-len 2: {tmp_path} has 1 learned positions"
-    assert main([*own, "1"]) == 0
+    assert main([*own, "1", "--tp", "1", "--pp", "1", "--microbatch", "1"]) == 0

@@ -79,6 +79,16 @@ def test_a_plain_mlp_keeps_what_each_program_says():
     assert own == pytest.approx(2 + 2 + rows + 3 + 1 + 12, rel=1e-12)
 
 
+def test_a_gated_mlp_keeps_what_each_program_says():
+    """Multiples of h as of a plain one, queries and fewer keys, and of the MLP two or four arrays of its inner size."""
+    one = layout(attention="flash")
+    qkv, hidden, inner = 8192 + 2 * 1024, 8192, 28672
+    kept = {name: layer_activations(LLAMA, one, LENGTH, each.kept) for name, each in KEEPING.items()}
+    elements = {"llama-3": 3 * hidden + 2 * inner, "megatron-2021": 6 * hidden + 4 * inner}
+    elements["nanotron"] = 8 * hidden + 4 * inner
+    assert kept == {name: 2 * LENGTH * (qkv + count) for name, count in elements.items()}
+
+
 KEEPING = {"llama-3": LLAMA_3, "megatron-2021": MEGATRON_2021, "nanotron": NANOTRON}
 
 
