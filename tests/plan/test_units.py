@@ -107,6 +107,8 @@ def test_a_short_ring_finds_room_where_the_mlp_was():
     gathered = memory(llama, layout(cp=64, attention="flash", context_parallel="all-gather"), 64).buffers
     moment = 2 * (4 * 64 * 1024) - 2 * 4 * 14336
     assert gathered == logits / 32 + moment
+    halves = memory(llama, layout(cp=64, tp=2, attention="flash", context_parallel="all-gather"), 64).buffers
+    assert halves == 2 * 2 * 4096 + 3 * 2 * 128256 / 2 + moment / 2
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
