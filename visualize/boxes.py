@@ -94,7 +94,6 @@ def number_boxes(
             spot = (start + end) / 2, top + height / 2 + DIGIT_HEIGHT * size / 2 / points[1]
             look = {"ha": "center", "va": "baseline", "color": ink_on(colour), "clip_on": True}
             text = axes.text(*spot, number, fontsize=size, **look)
-            text.set_in_layout(False)
             text.set_path_effects([withStroke(foreground=colour, linewidth=HALO)])  # no hatching next to the digits
 
 

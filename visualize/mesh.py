@@ -273,7 +273,7 @@ def _links(
 ) -> None:
     """Draw a line for each pair of ranks that sends more than a negligible part of the widest line on its axis."""
     pairs = [(axis, *pair) for axis in traffic.axes for pair in traffic.pairs(axis)]
-    most = max((up + down for *_, up, down in pairs), default=0) or 1
+    most = max((up + down for *_, up, down in pairs), default=0)
     least = {axis: NEGLIGIBLE * max(up + down for a, _, _, up, down in pairs if a == axis) for axis, *_ in pairs}
     drawn = [pair for pair in pairs if pair[3] + pair[4] > least[pair[0]]]
     for axis, low, high, up, down in drawn:

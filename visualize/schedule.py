@@ -248,8 +248,7 @@ class _Sheet:
             panel.tick_params(axis="y", length=0, pad=4)
             panel.spines["bottom"].set_visible(panel is axes[-1])
             panel.tick_params(axis="x", bottom=panel is axes[-1], labelbottom=panel is axes[-1], labelsize=9)
-        integer = not self.seconds and self.span > 10
-        axes[-1].xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=integer))
+        axes[-1].xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
         note = "number in a box: its microbatch"
         if any(slot.action.pair for timeline in self.timelines for row in timeline.ranks for slot in row):
             note += "; F above B: a pair, both at once"

@@ -22,7 +22,7 @@ from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from picture_cases import bench_rows, chrome, rows
+from picture_cases import bench_rows, chrome, rows, slice_event
 
 from minipar.comm import DeviceMesh, run_local, save_chrome_trace, start_trace
 from minipar.parallel.pipeline.actions import Durations, simulate
@@ -196,6 +196,55 @@ def of_milliseconds(search):
     return search | {"plans": plans, "meshes": meshes, "gpu": {"name": "g", "memory": 60e6}}
 
 
+def in_context(search):
+    """Make a planner's answer with context and expert parallelism of one mesh, and experts that are not cut."""
+    plans = search["plans"]
+    plans[0] |= {"cp": 2, "ep": 2, "etp": 1, "zero_replicas": 2}
+    plans[0]["seconds"] |= {"cp": 0.2, "ep": 0.1}
+    plans[1] |= {"etp": 1}
+    meshes = [each | {"cp": 1} for each in search["meshes"]]
+    meshes[0] |= {"cp": 2, "ep": 2, "etp": 1}
+    meshes[1] |= {"etp": 1}
+    return search | {"meshes": meshes}
+
+
+def pipeline():
+    """A trace of two stages: actions, collectives of several lengths, messages of the stages, one of no lane."""
+    tracks = ("computation", "communication tp", "communication world", "communication pp, send and receive")
+    events = []
+    for rank in (0, 1):
+        for tid, name in enumerate(tracks):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}})
+        for step in range(3):
+            at = 20.0 * step
+            names = ("0F0", "0F1", "0I0", "0W0", "0B1", "other", "optimizer")
+            events += [slice_event(name, rank, 0, at + 2.5 * i, 2) for i, name in enumerate(names)]
+            events += [slice_event("send", rank, 3, at + 3 * i, 0.4 + 0.3 * i, wait=0.3 * i) for i in range(4)]
+            lengths = (0.02, 0.03, 0.25, 0.02, 0.02)
+            events += [slice_event("all_gather", rank, 1, at + 0.2 * i, each) for i, each in enumerate(lengths)]
+            events.append(slice_event("all_reduce", rank, 1, at + 15, 4.5, wait=1.5))
+    events += [slice_event("barrier", 0, 2, 21, 0.05), slice_event("broadcast", 0, 2, 21.1, 0.05)]
+    for number, tid in enumerate((3, 3, 1)):
+        message = {"name": "message", "id": number, "pid": number % 2, "tid": tid}
+        events.append(message | {"ph": "s", "ts": (20 + number) * 1e6, "args": {"bytes": 8}})
+        events.append(message | {"ph": "f", "pid": 1 - number % 2, "ts": (21 + number) * 1e6})
+    mesh_sizes = {"pp": 2, "dp": 1, "tp": 1}
+    return timeline.parse_trace({"traceEvents": events, "otherData": {"clock": "cpu", "mesh": mesh_sizes}})
+
+
+def experts():
+    """The traffic of tokens on their way to experts, and of gradients, between the two ranks of cp, for each of tp."""
+    tokens = {("ep", 0, 2): [2, 900], ("ep", 2, 0): [2, 1300], ("ep", 1, 3): [1, 0]}
+    sums = {("dp", 0, 2): [1, 4000], ("dp", 3, 1): [1, 4000]}
+    return mesh.MeshTraffic({"pp": 1, "dp": 1, "cp": 2, "tp": 2}, 2, tokens | sums | {("tp", 0, 1): [3, 5000]})
+
+
+def wide():
+    """The traffic of 2 x 2 x 3 ranks: the longest way along tp, messages along pp and dp, and a little one."""
+    along = {("tp", 0, 1): [4, 3000], ("tp", 2, 0): [4, 2000], ("tp", 1, 2): [1, 30], ("tp", 2, 1): [1, 970]}
+    return mesh.MeshTraffic({"pp": 2, "dp": 2, "tp": 3}, 1, along | {("pp", 0, 6): [1, 700], ("dp", 3, 0): [1, 9]})
+
+
 def layouts():
     """Rows of `bench layouts --machine`."""
     row = {"dp": 1, "tp": 1, "pp": 1, "zero_stage": 0, "schedule": None, "sequence_parallel": False}
@@ -219,11 +268,14 @@ TABLE = [{"op": "all_reduce", "bytes": 700, "expected": 600}, {"op": "broadcast"
 PICTURES: dict[str, Callable[[], Figure]] = {
     "timeline": lambda: timeline.plot_timeline(trace(4, 3, pp=2, dp=2, tp=1), arrows=True),
     "timeline_of_steps": lambda: timeline.plot_timeline(trace(2, 6, pp=1, dp=2, tp=1), slice(1, 5)),
+    "timeline_of_a_pipeline": lambda: timeline.plot_timeline(pipeline(), slice(1, 2), arrows=True),
     "mesh_cube": lambda: mesh.plot_mesh(traffic(2, pp=2, dp=2, tp=2)),
     "mesh_of_stages": lambda: mesh.plot_mesh(traffic(1, pp=3, dp=3)),
     "mesh_of_context": lambda: mesh.plot_mesh(traffic(1, pp=2, dp=2, cp=2, tp=2)),
     "mesh_of_one_axis": lambda: mesh.plot_mesh(traffic(1, dp=5)),
     "mesh_of_two": lambda: mesh.plot_mesh(traffic(3, pp=2)),
+    "mesh_of_experts": lambda: mesh.plot_mesh(experts()),
+    "mesh_of_twelve": lambda: mesh.plot_mesh(wide()),
     "loss": lambda: measurements.plot_loss({"": rows(LOSSES)}, 1.5, "entropy"),
     "losses": lambda: measurements.plot_loss(TWO),
     "bytes": lambda: measurements.plot_bytes(TABLE),
@@ -232,10 +284,15 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "memory": lambda: measurements.plot_ledger({"a": moments(1), "b": moments(2)}),
     "plan": lambda: plan.plot_plan(search()),
     "plan_of_milliseconds": lambda: plan.plot_plan(of_milliseconds(search())),
+    "plan_in_context": lambda: plan.plot_plan(in_context(search())),
     "layouts": lambda: plan.plot_agreement(layouts()),
     "comparison": lambda: comparison.plot_comparison(RATIOS),
     "comparison_of_many_steps": lambda: comparison.plot_comparison(dict.fromkeys(range(40, 67), RATIOS[3])),
     "schedule": lambda: schedule.plot_schedule(simulate(make("1f1b", 3, 5))),
+    "schedule_of_pairs": lambda: schedule.plot_schedule(
+        simulate(make("dualpipev", 2, 4), Durations(comm=Fraction(1, 4)))
+    ),
+    "schedule_of_stages": lambda: schedule.plot_schedule(simulate(make("interleaved-1f1b", 2, 2, 3))),
     "schedules": lambda: schedule.plot_schedules(schedules()),
     "schedules_compared": lambda: schedule.plot_schedule({name: simulate(make(name, 3, 4)) for name in COMPARED}),
     "schedule_in_seconds": lambda: schedule.plot_schedule(schedules()["zb-h1"], seconds=True),

@@ -377,4 +377,9 @@ def test_the_gallery_can_be_drawn_again(capsys, tmp_path, monkeypatch):
     assert names == ["schedules.png", "schedule_1f1b_8x16.png", "schedule_zbv.png"]
     assert all((Path(__file__).parents[2] / "visualize" / "gallery" / name).is_file() for name in names)
     assert len(figures) == 3 and len(drawn(figures[str(tmp_path / names[1])].axes[0])) == 2 * 8 * 16
-    assert figures[str(tmp_path / names[2])].texts[0].get_text().endswith("F = I = W = 1 for all layers of a rank")
+    small = "p = 4 ranks, m = 8 microbatches;  F = I = W = 1"
+    assert [figure.texts[0].get_text() for figure in figures.values()] == [
+        f"{small}, B = 2, F&B = 3 for all layers of a rank",
+        "p = 8 ranks, m = 16 microbatches;  F = 1, B = 2",
+        f"{small} for all layers of a rank",
+    ]
