@@ -150,7 +150,7 @@ def plot_ledger(
     few moments is widened to hold its name. `model_state` draws a dashed level in the panels that it names: the bytes
     of parameters, gradients and optimizer state by a formula.
     """
-    top = max((sum(held) for moments in runs.values() for _, held in moments), default=0)
+    top = max(sum(held) for moments in runs.values() for _, held in moments)
     unit, scale = byte_unit(top)
     figure = picture(max(5.0, 0.9 + 2.55 * len(runs)), 4.2)
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
