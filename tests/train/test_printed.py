@@ -137,7 +137,7 @@ def test_every_tenth_part_of_a_run_has_a_line(steps, reported):
     assert [int(line.removeprefix("step").partition("/")[0]) for line in lines_of(steps, 0.0)] == reported
 
 
-def test_a_line_has_the_step_its_values_and_the_time_that_is_left():
+def test_a_line_has_the_step_its_values_and_the_time_left():
     loss = "loss 0.5000  grad norm 1.250  12,346 tokens/s"
     assert lines_of(12, 30.0, first=9, skipped=0) == [
         f"step 10/12  {loss}  0:01:00 left", f"step 11/12  {loss}  0:00:30 left", f"step 12/12  {loss}",
