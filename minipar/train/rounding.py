@@ -141,7 +141,8 @@ class GradientCheck:
             self.rounded += 1
             difference = distance(ranks[name], array)
             limit = self._allowed(name, norm(array), whole)
-            relative = difference / (norm(array) + whole / ROUNDINGS)
+            size = norm(array) + whole / ROUNDINGS
+            relative = difference / size if size else 0.0  # where all gradients are zero, none is relative to them
             within = difference <= limit or self.sharper is not None
             if name.startswith("gradient") and within and relative > self.largest:
                 self.largest = relative
