@@ -157,3 +157,44 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     assert main(["--from", str(tmp_path)]) == 2
     assert "its SHA-256 is not that of what was written" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small(tmp_path):
+    """The directory of a model that has the 256 bytes of a text."""
+    save_pretrained(GPT(GPTConfig(256, 8, 4, 1, 1)), tmp_path / "small")
+    return tmp_path / "small"
+
+
+def test_the_least_of_each_number_is_taken(small, capsys):
+    numbers = ("--tokens", 1, "--temperature", 0, "--top-k", 1, "--seed", 0)
+    assert len(printed(capsys, "--from", small, *numbers, "--prompt", "x").encode()) >= 3
+
+
+def test_a_text_begins_with_the_prompt_or_a_line_break(small, capsys):
+    tokens = ("--tokens", 1)
+    assert printed(capsys, "--from", small, *tokens).startswith("\n")
+    assert printed(capsys, "--from", small, *tokens, "--prompt", "").startswith("\n")
+    assert printed(capsys, "--from", small, *tokens, "--prompt", "ab").startswith("ab")
+
+
+def test_bytes_that_are_no_text_are_replaced(small, capsys, monkeypatch):
+    monkeypatch.setattr("minipar.generate.generate", lambda *_: [97, 255, 10, 27, 98])
+    assert printed(capsys, "--from", small) == "a\ufffd\n\\x1bb\n"
+
+
+def test_an_abbreviated_flag_is_unknown(small, capsys):
+    assert main(["--from", str(small), "--tok", "3"]) == 2
+    assert "unrecognized arguments: --tok 3" in capsys.readouterr().err
+
+
+def test_a_large_temperature_is_a_number(small, capsys):
+    assert printed(capsys, "--from", small, "--tokens", 1, "--temperature", 1e300).startswith("\n")
+    assert main(["--from", str(small), "--temperature", "inf"]) == 2
+    assert capsys.readouterr().err == "minipar: error: --temperature inf: expected a number of at least 0\n"
+
+
+def test_help_names_the_program(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m minipar.generate ")

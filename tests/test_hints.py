@@ -205,3 +205,10 @@ def test_a_suggestion_ignores_case_and_punctuation():
         "llama-2-70b", "llama-3-70b", "gpt2", "llama-3-8b",
     ]  # fmt: skip
     assert suggest("mixtral", names) == ""
+
+
+def test_a_name_of_which_seven_tenths_agree_is_suggested():
+    """As difflib measures it: twice the letters that agree, over those of both."""
+    assert suggest("abcdefgxyz", ["abcdefghij"]) == "abcdefghij"  # 14 of 20
+    assert suggest("abcdefxyzw", ["abcdefghij"]) == ""  # 12 of 20
+    assert suggest("layer", ["layers", "lawyers", "later"]) == "layers"  # the most alike

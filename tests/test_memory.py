@@ -105,6 +105,22 @@ def test_the_peak_is_the_largest_sum_and_says_of_what():
     assert ledger.moments == [("backward", (0, 400, 0, 0, 0))]
 
 
+def test_the_first_of_equal_peaks_says_of_what():
+    with MemoryLedger().recording() as ledger:
+        hold("activations", np.zeros(100))  # freed again at once
+        hold("gradients", np.zeros(100))
+    assert ledger.peak == 800 and ledger.peak_parts == dict.fromkeys(KINDS, 0) | {"activations": 800}
+
+
+def test_a_phase_keeps_the_moments_before_it():
+    with MemoryLedger().recording() as ledger:
+        enter("forward")
+        enter("backward")
+        assert ledger.moments == [("forward", (0,) * 5), ("backward", (0,) * 5)]
+        enter("forward", restart=True)
+    assert ledger.moments == [("forward", (0,) * 5)]
+
+
 def test_moments_are_told_with_their_phase():
     with MemoryLedger().recording() as ledger:
         array = np.zeros(2)

@@ -77,6 +77,23 @@ def test_a_parameter_that_is_not_finite_has_no_update(tmp_path):
         assert np.isnan(file["update/w"]).tolist() == [[False, True]] * 2
 
 
+def test_what_overflows_does_so_without_a_warning(tmp_path):
+    """The norm of several values near the largest float, and the difference of two."""
+    large = np.full(4, 1.7e308)
+    record = Record(tmp_path / "run", {"w": -large})
+    with np.errstate(over="raise", invalid="raise"):
+        assert measure("w", large)[0].tolist() == [1.7e308] * 4
+        assert measure("w", np.full((4, 4), 1.7e308))[0].tolist() == [np.inf] * 8
+        record.step(0, 1.0, 1.0, {"w": large}, {"w": large})
+    with np.load(tmp_path / "run" / "step-0.npz") as file:
+        assert np.isnan(file["update/w"]).all() or np.isinf(file["update/w"]).any()
+
+
+def test_the_smallest_values_are_projected_as_they_are():
+    tiny = np.full(9, 3 * 2.0**-1074)
+    assert np.array_equal(measure("w", tiny)[1], tiny * direction("w", (9,)))
+
+
 def test_a_complex_value_is_refused():
     with pytest.raises(TypeError, match="w is complex: a record holds real values"):
         measure("w", np.ones(2, complex))
