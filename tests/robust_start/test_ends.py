@@ -12,6 +12,7 @@ from minipar.errors import UsageError
 from minipar.robust_start import exits, interrupt, mpirun, one_line
 
 OWN, OTHER = 100, 101  # the rank's process, and one that it has forked
+WAIT = ("sleep", interrupt.FIRST_SECONDS)
 
 
 class Ended(BaseException):
@@ -57,7 +58,7 @@ def test_an_exit_with_0_ends_the_job_with_1(status, ends, monkeypatch, capsys):
     assert capsys.readouterr() == ("", line) and ends == [("job", 1), ("exit", 1)]
 
 
-@pytest.mark.parametrize(("rank", "before"), [(None, []), ("0", []), ("1", [("sleep", 1.0)]), ("7", [("sleep", 1.0)])])
+@pytest.mark.parametrize(("rank", "before"), [(None, []), ("0", []), ("1", [WAIT]), ("7", [WAIT])])
 def test_ctrl_c_ends_every_rank_and_rank_0_says_so(rank, before, ends, monkeypatch, capsys):
     monkeypatch.delenv("PMI_RANK", raising=False)
     if rank is not None:
@@ -110,7 +111,7 @@ def test_an_early_mistake_is_one_line_of_rank_0(number, handler, ends, monkeypat
         assert signal.getsignal(signal.SIGINT) is interrupt.end_at_once
         raise UsageError("a\nmistake")
     assert leaving.value.code == 2 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert ends == ([("sleep", 3.0)] if number == 2 else [])
+    assert ends == ([("sleep", one_line.MEET_SECONDS)] if number == 2 else [])
     assert capsys.readouterr() == ("", "" if number == 2 else "minipar: error: a mistake\n")
 
 
@@ -187,10 +188,10 @@ def test_the_end_of_a_job_is_asked_for_after_its_output(proxy, monkeypatch):
     sleeps = []
     monkeypatch.setattr(time, "sleep", sleeps.append)
     mpirun.end_job(7)
-    assert proxy.recv(100) == b"cmd=abort exitcode=7\n" and sleeps == [0.3, 5.0]
+    assert proxy.recv(100) == b"cmd=abort exitcode=7\n" and sleeps == [mpirun.OUTPUT_SECONDS, mpirun.END_SECONDS]
     proxy.close()  # mpirun has ended: nothing to wait for
     mpirun.end_job(7)
-    assert sleeps == [0.3, 5.0, 0.3]
+    assert sleeps == [mpirun.OUTPUT_SECONDS, mpirun.END_SECONDS, mpirun.OUTPUT_SECONDS]
     monkeypatch.delenv("HYDI_CONTROL_FD")
     mpirun.end_job(7)
-    assert sleeps == [0.3, 5.0, 0.3]
+    assert sleeps == [mpirun.OUTPUT_SECONDS, mpirun.END_SECONDS, mpirun.OUTPUT_SECONDS]

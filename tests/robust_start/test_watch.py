@@ -179,6 +179,9 @@ def test_the_proxy_is_the_nearest_parent_of_that_name(monkeypatch):
 # ---- the watch -------------------------------------------------------------------------------------------------------
 
 
+LOOK = watch.WATCH_SECONDS
+
+
 class Started:
     """The event that MPI has started: set at the look of this number, and what was waited for."""
 
@@ -211,29 +214,33 @@ ALL = {0, 1, 2}
 
 
 def test_a_start_ends_the_watch(ends, monkeypatch, capsys):
-    assert watched(monkeypatch, [ALL] * 3, started=3) == ([1.0] * 4, [])
+    assert watched(monkeypatch, [ALL] * 3, started=3) == ([LOOK] * 4, [])
     assert ends == [] and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
     ("alive", "me", "hosts", "turn", "ended"),
     [
-        ({0, 2}, 0, (0, 0, 0), 1.0, "1"),
-        ({0, 2}, 2, (0, 0, 0), 17.0, "1"),
-        ({2}, 2, (0, 0, 0), 1.0, "0, 1"),
-        ({0, 1, 3}, 1, (0, 1, 0, 1), 1.0, "2"),  # the first of its host
-        ({0, 1, 3}, 3, (0, 1, 0, 1), 17.0, "2"),
+        ({0, 2}, 0, (0, 0, 0), 0, "1"),
+        ({0, 2}, 2, (0, 0, 0), 2, "1"),
+        ({2}, 2, (0, 0, 0), 0, "0, 1"),
+        ({0, 1, 3}, 1, (0, 1, 0, 1), 0, "2"),  # the first of its host
+        ({0, 1, 3}, 3, (0, 1, 0, 1), 2, "2"),
     ],
 )
 def test_ranks_that_have_ended_are_named_in_turn(alive, me, hosts, turn, ended, ends, monkeypatch, capsys):
     everybody = set(range(len(hosts)))
     waits, cleaned = watched(monkeypatch, [everybody, alive], me=me, hosts=hosts)
-    assert waits == [1.0, 1.0, turn] and cleaned == [True] and ends == [("job", 1), ("exit", 1)]
+    assert (
+        waits == [LOOK, LOOK, LOOK + turn * watch.TURN_SECONDS]
+        and cleaned == [True]
+        and ends == [("job", 1), ("exit", 1)]
+    )
     assert capsys.readouterr().err == f"minipar: rank {ended} has ended before MPI started\n"
 
 
 def test_a_start_in_a_ranks_turn_is_no_error(ends, monkeypatch, capsys):
-    assert watched(monkeypatch, [{0, 1}], started=1) == ([1.0, 1.0], [])
+    assert watched(monkeypatch, [{0, 1}], started=1) == ([LOOK] * 2, [])
     assert ends == [] and capsys.readouterr().err == ""
 
 
@@ -243,7 +250,7 @@ def test_a_start_in_a_ranks_turn_is_no_error(ends, monkeypatch, capsys):
 def test_a_start_that_takes_too_long_is_one_line(alive, timeout, said, ends, monkeypatch, capsys):
     """The clock moves by a second at each look; 20 seconds are the least. Ranks that nobody sees have not ended."""
     waits, cleaned = watched(monkeypatch, [alive] * 100, me=2, timeout=timeout)
-    assert waits == [1.0] * (said + 1) + [17.0]
+    assert waits == [LOOK] * (said + 1) + [LOOK + 2 * watch.TURN_SECONDS]
     assert cleaned == [True] and ends == [("job", 1), ("exit", 1)]
     reason = f"MPI has not started within {said} s (MINIPAR_TIMEOUT): a rank has ended, or comes too late"
     assert capsys.readouterr().err == f"minipar: {reason}\n"
@@ -258,7 +265,7 @@ def shared(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "SHARED", tmp_path)
 
     def free(size):
-        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=size // 10, f_frsize=10))
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=size // 2, f_frsize=2))
 
     free(10**12)
     return free
@@ -266,17 +273,18 @@ def shared(tmp_path, monkeypatch):
 
 def test_too_little_shared_memory_is_named_with_a_remedy(shared, tmp_path, monkeypatch):
     monkeypatch.setenv("MPI_LOCALNRANKS", "4")
-    shared(4_260_000)
+    needed = 4 * start.BYTES_OF_RANK
+    shared(needed)
     start.check_shared_memory()
-    shared(4_259_990)
-    needs = f"{tmp_path} has 4,259,990 bytes left, but MPI needs about 4,260,000 for 4 ranks; "
+    shared(needed - 4)
+    needs = f"{tmp_path} has {needed - 4:,} bytes left, but MPI needs about {needed:,} for 4 ranks; "
     with pytest.raises(UsageError) as caught:
         start.check_shared_memory()
     assert str(caught.value) == needs + "enlarge it (docker run --shm-size=1g), or start fewer ranks"
-    (tmp_path / "mpich_shm_1").write_bytes(b"x")
+    (tmp_path / "mpich_shm_1").write_bytes(b"xy")
     with pytest.raises(UsageError) as caught:
         start.check_shared_memory()
-    jobs = f"{tmp_path}/mpich_shm_* of jobs that were killed hold 1: remove them when no job runs"
+    jobs = f"{tmp_path}/mpich_shm_* of jobs that were killed hold 2: remove them when no job runs"
     assert str(caught.value) == needs + jobs
 
 
