@@ -76,7 +76,7 @@ def test_a_run_without_a_step_left_asks_for_more(saved, capsys):
     assert capsys.readouterr().out.splitlines()[2:] == [line]
 
 
-def test_a_text_that_has_moved_is_asked_for_if_the_checkpoint_named_it(saved):
+def test_a_text_that_has_moved_is_asked_for(saved):
     """Not if this run names it, and not for the other text."""
     Path("text").rename("moved")
     missing = "cannot be read: No such file or directory"

@@ -158,5 +158,5 @@ def test_what_experts_drop_depends_on_the_microbatches():
         assert repeatable(then, tree) is same
 
 
-def test_the_leaves_of_a_batch_are_the_microbatches_of_all_replicas():
+def test_leaves_are_the_microbatches_of_all_replicas():
     assert leaves({"--dp": 4, "--microbatches": 2}) == leaves({"--dp": 2, "--microbatches": 4}) == 8

@@ -114,7 +114,7 @@ def test_all_that_experts_dropped_is_reported(monkeypatch):
     assert made.finish_step() == 7
 
 
-def test_a_step_begins_without_loads_and_with_its_share_of_the_loss(monkeypatch):
+def test_a_step_begins_without_loads_with_its_share_of_the_loss(monkeypatch):
     """0.5 of the loss scale 8, over 2 layers, 24 tokens and 3 ranks that route the same ones."""
     layers = [layer(3, 1, dropped=2), layer(4, 4, dropped=5)]
     made = balance_of(monkeypatch, layers, mesh=SimpleNamespace(etp=SimpleNamespace(size=3)))
