@@ -93,6 +93,25 @@ def test_a_start_from_a_directory_may_be_saved_and_resumed():
         parse(flags.split())
 
 
+def test_bytes_may_have_any_unit():
+    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
+    for unit, size in units.items():
+        for text in (f"2{unit}", f"2 {unit}", f"2.0{unit}"):
+            assert parse(["--memory-limit", text]).mesh.memory_limit == 2 * size
+    assert parse(["--memory-limit", "1"]).mesh.memory_limit == 1
+    for text in ("0.999", "1e400", "inf", "1TB", "MB", ""):
+        with pytest.raises(UsageError) as caught:
+            parse([f"--memory-limit={text}"])
+        expected = "is not a number of bytes such as 1500000, 1.5MB or 512KiB"
+        assert str(caught.value) == f"argument --memory-limit: {text!r} {expected}"
+
+
+def test_the_help_begins_with_the_command(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert capsys.readouterr().out.startswith("usage: mpirun -n N python -m minipar.train [-h] [--version] [--dp N]")
+
+
 # ---- what is filled in -----------------------------------------------------------------------------------------------
 
 
