@@ -18,6 +18,7 @@ from minipar.record import measure
 from minipar.train import checkpoint
 from minipar.train import trainer as trainer_module
 from minipar.train.checkpoint import prepare_directory
+from minipar.train.config import parse
 from minipar.train.data import Tokens
 from minipar.train.from_config import make_model, refuse_export_of_biases
 from minipar.train.recording import Recorder
@@ -62,6 +63,12 @@ def test_the_least_memory_is_that_of_a_rank_of_four(flags):
     config = config_for(f"--layers 1000000000000 --seq-len 8 --global-batch 8 {flags}")
     with pytest.raises(UsageError, match=r"parameters \* 16 bytes / 4 = "):
         make_model(config)
+
+
+def test_a_model_that_is_not_trained_is_held_by_one_process():
+    """As `minipar.generate` makes it, whose configuration has no number of ranks."""
+    with pytest.raises(UsageError, match=r"parameters \* 16 bytes / 1 = "):
+        make_model(parse(["--layers", "1000000000000"]))
 
 
 # ---- the limit of memory ---------------------------------------------------------------------------------------------
@@ -152,6 +159,27 @@ def test_what_reports_do_is_no_part_of_a_steps_seconds(monkeypatch):
     trainer.gradient_callbacks += [lambda: move(10.0), lambda: move(10.0)]
     trainer.step_callbacks.append(lambda result: move(100.0))
     assert [(result.seconds, result.tokens_per_second) for result in trainer.train()] == [(2.0, 32.0)] * 2
+
+
+def phases_of(flags):
+    """Each rank's phases of a step, in the ledger of memory, each as often as it began anew."""
+    config = config_of(flags)
+
+    def rank(comm):
+        with MemoryLedger().recording() as ledger:
+            trainer_for(config, TEXT, comm).step(0)
+        names = [name for name, _ in ledger.moments]
+        return [name for number, name in enumerate(names) if number == 0 or names[number - 1] != name]
+
+    return run_local(ranks_of(config), rank)
+
+
+def test_a_step_is_forward_backward_and_the_optimizer():
+    """In a pipeline each stage alternates as its schedule says: 1F1B of 2 ranks and 2 microbatches."""
+    assert phases_of("") == [["forward", "backward", "optimizer"]]
+    assert phases_of("--microbatches 2") == [["forward", "backward"] * 2 + ["optimizer"]]
+    first, last = ["forward", "backward", "optimizer"], ["forward", "backward"] * 2 + ["optimizer"]
+    assert phases_of("--pp 2 --microbatches 2") == [first, last]
 
 
 def test_the_leaves_of_a_tree_are_buffers():
