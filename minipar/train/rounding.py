@@ -56,7 +56,7 @@ def is_finite(values: Quantities) -> bool:
 
 def norm(array: np.ndarray) -> float:
     """Return the 2-norm of all elements, computed in float64."""
-    return float(np.linalg.norm(array.astype(np.float64).reshape(-1)))
+    return float(np.linalg.norm(array.astype(np.float64)))
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -141,8 +141,7 @@ class GradientCheck:
             self.rounded += 1
             difference = distance(ranks[name], array)
             limit = self._allowed(name, norm(array), whole)
-            size = norm(array) + whole / ROUNDINGS
-            relative = difference / size if size else 0.0  # where all gradients are zero, none is relative to them
+            relative = difference / (norm(array) + whole / ROUNDINGS or 1)  # all gradients may be zero
             within = difference <= limit or self.sharper is not None
             if name.startswith("gradient") and within and relative > self.largest:
                 self.largest = relative

@@ -189,6 +189,9 @@ def test_a_gradient_that_one_device_does_not_have_is_named():
     text = check_of(device).problem(0, ranks_of(device, w=[0.5]))
     explained = "they differ by 0.5, rounding explains 0"
     assert text == f"gradient of w: norm 0.5 on the ranks, 0 on one device; {explained}"
+    device, sharper = Device({"w": still(0.0)}, "bfloat16"), Device({"w": still(0.0)}, "float32")
+    check = check_of(device, sharper=sharper)
+    assert check.problem(0, ranks_of(device, w=[0.5])) == text and check.largest == 0.5
 
 
 def test_a_sample_that_is_not_finite_explains_nothing():
@@ -254,3 +257,11 @@ def test_bits_are_those_of_shape_dtype_and_bytes():
     assert not same_bits(np.array([0.0]), np.array([-0.0]))
     assert not same_bits(np.zeros((2, 3)), np.zeros((3, 2)))
     assert not same_bits(np.zeros(2, np.float32), np.zeros(2, np.int32))
+
+
+def test_a_norm_is_that_of_all_elements_in_float64():
+    for shape in ((), (1,), (2, 3), (2, 3, 4)):
+        array = np.full(shape, 1e30, np.float32)
+        assert rounding.norm(array) == pytest.approx(float(np.float32(1e30)) * array.size**0.5, rel=1e-15)
+    assert rounding.norm(np.zeros((0, 3))) == 0.0
+    assert rounding.distance(np.full((2, 2), 1, "float16"), np.full((2, 2), -60000, "float16")) == 120002.0

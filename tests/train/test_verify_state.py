@@ -6,7 +6,7 @@ from training import config_for, ranks_of, trainer_for
 
 from minipar.comm import run_local
 from minipar.train.data import Tokens
-from minipar.train.verify import same_on_all_ranks, verify, whole_state
+from minipar.train.verify import Verifier, same_on_all_ranks, verify, whole_state
 
 TEXT = Tokens(np.random.Generator(np.random.Philox(6)).integers(0, 16, 500).astype(np.uint8), "random text", 16)
 SMALL = "--layers 2 --hidden 8 --heads 2 --seq-len 4 --vocab-size 16 --global-batch 4"
@@ -113,3 +113,20 @@ def test_float32_starts_each_step_from_the_parameters_in_2_bytes(flags):
     verdict = run_local(ranks_of(config), lambda comm: verify(trainer_for(config, TEXT, comm)))[0]
     found = verdict.line.partition("computed in float32, by at most ")[2].split()
     assert verdict.passed and float(found[0]) < 1e-5, verdict.line
+
+
+def test_float32_sends_tokens_to_the_experts_of_the_run():
+    """The ranks' copy and one device's have the biases that the run's routers have after each step."""
+    config = config_for(f"{SMALL} {FLOAT32[-1]} --dtype bf16 --steps 1")
+
+    def rank(comm):
+        trainer = trainer_for(config, TEXT, comm)
+        verifier = Verifier(trainer)
+        verifier.check_step(trainer.step(0))
+        copies = [verifier.twin.ranks]
+        if comm.rank == 0:
+            copies.append(verifier.twin.gradients.device)
+        biases = [[moe.bias.tolist() for moe in each.moes] for each in (trainer, *copies)]
+        return all(each == biases[0] for each in biases), np.abs(biases[0]).max()
+
+    assert run_local(2, rank) == [(True, 0.5)] * 2
