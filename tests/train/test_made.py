@@ -13,6 +13,7 @@ from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.moe import moe_layers
+from minipar.nn.parameter import Parameter
 from minipar.nn.pretrained import save_pretrained
 from minipar.record import measure
 from minipar.train import checkpoint
@@ -35,8 +36,10 @@ def config_of(flags=""):
 
 
 def values_of(config, made=None):
-    model = make_model(config, made)
-    assert all(p.make is not None for p in model.parameters())  # they have no values yet
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parameter, "materialize", None)  # no parameter gets its values yet
+        model = make_model(config, made)
+    assert all(p.make is not None for p in model.parameters())
     model.materialize()
     return {name: p.data.copy() for name, p in model.named_parameters()}
 

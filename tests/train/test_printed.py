@@ -49,7 +49,10 @@ NOTES = {
     ],
     "--pp 2 --microbatches 2": [],
     f"{APART} --zero-stage 1": [],
+    "--model mixtral --tp 2 --etp 2 --dp 2 --zero-stage 1 --zero-replicas 2": [nothing(1, 2, " in 2 replicas")],
     f"{APART} --ep 2 --zero-stage 1": [nothing(1, 1)],
+    "--model mixtral --tp 4 --etp 2 --ep 2 --sequence-parallel --zero-stage 1": [nothing(1, 1)],
+    "--model mixtral --tp 4 --etp 2 --sequence-parallel --zero-stage 1": [],
     f"{APART} --cp 2 --ep 4 --zero-stage 1": [],
     f"{APART} --dp 2 --ep 4 --zero-stage 3 --microbatches 2": [TWICE, whole(3) + SENDS],
 }  # fmt: skip
