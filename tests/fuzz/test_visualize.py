@@ -101,7 +101,7 @@ def test_a_file_is_drawn_or_refused(fuzzed):
         return Case((kind, name, "--out", out), {name: content}, outputs=(out,))
 
     outs = names().flatmap(lambda stem: st.sampled_from((".png", ".svg", ".svg", ".pdf", ".gif")).map(stem.__add__))
-    count = fuzzed(MAIN, cases(case, file=files(), out=outs), share=0.01, warm=WARM)
+    count = fuzzed(MAIN, cases(case, file=files(), out=outs), share=0.06, warm=WARM)
     assert 0 < count.succeeded < count.cases
 
 
