@@ -76,6 +76,20 @@ def test_values_are_numpys():
     assert np.array_equal(concatenate([Tensor(x), x], dim=1).data, np.concatenate([x, x], axis=1))
 
 
+def test_operators_compute_what_numpys_do():
+    x, y = normal(3, 3), 2 + normal(3, 3) ** 2
+    a, b = Tensor(x), Tensor(y)
+    assert np.array_equal((-a).data, -x)
+    assert np.array_equal((a + b).data, x + y) and np.array_equal((y + a).data, y + x)
+    assert np.array_equal((a - b).data, x - y) and np.array_equal((1.0 - a).data, 1.0 - x)
+    assert np.array_equal((a * b).data, x * y) and np.array_equal((3.0 * a).data, 3.0 * x)
+    assert np.array_equal((a / b).data, x / y) and np.array_equal((1.0 / b).data, 1.0 / y)
+    assert np.array_equal((a @ b).data, x @ y) and np.array_equal((a**2.0).data, x**2.0)
+    assert np.array_equal(a.exp().data, np.exp(x)) and np.array_equal(b.log().data, np.log(y))
+    assert np.array_equal(a.tanh().data, np.tanh(x)) and np.array_equal(a[1:, ::2].data, x[1:, ::2])
+    assert np.array_equal(a.reshape(9).data, x.reshape(9)) and np.array_equal(a.transpose(1, 0).data, x.T)
+
+
 def test_equal_maxima_share_the_gradient_evenly():
     x = leaf([[5, 5, 5, 1], [0, 2, 2, -1]])
     x.max(-1).backward(np.array([6.0, 8.0]))

@@ -245,6 +245,13 @@ def wide():
     return mesh.MeshTraffic({"pp": 2, "dp": 2, "tp": 3}, 1, along | {("pp", 0, 6): [1, 700], ("dp", 3, 0): [1, 9]})
 
 
+def gradients():
+    """The traffic of 2 x 2 x 2 ranks whose gradients go around dp and cp: along both at once, too."""
+    sums = {("dp", 0, 2): [1, 800], ("dp", 2, 6): [1, 700], ("dp", 6, 4): [1, 600], ("dp", 4, 0): [1, 500]}
+    across = {("dp", 1, 7): [2, 400], ("dp", 5, 3): [2, 300]}
+    return mesh.MeshTraffic({"pp": 1, "dp": 2, "cp": 2, "tp": 2}, 1, sums | across | {("cp", 1, 3): [1, 900]})
+
+
 def layouts():
     """Rows of `bench layouts --machine`."""
     row = {"dp": 1, "tp": 1, "pp": 1, "zero_stage": 0, "schedule": None, "sequence_parallel": False}
@@ -276,6 +283,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "mesh_of_two": lambda: mesh.plot_mesh(traffic(3, pp=2)),
     "mesh_of_experts": lambda: mesh.plot_mesh(experts()),
     "mesh_of_twelve": lambda: mesh.plot_mesh(wide()),
+    "mesh_of_gradients": lambda: mesh.plot_mesh(gradients()),
     "loss": lambda: measurements.plot_loss({"": rows(LOSSES)}, 1.5, "entropy"),
     "losses": lambda: measurements.plot_loss(TWO),
     "bytes": lambda: measurements.plot_bytes(TABLE),

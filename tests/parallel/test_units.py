@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from training import Proxy, small_gpt, text
+from training import MLP, Proxy, small_gpt, text
 
+from minipar.autograd import no_grad
 from minipar.comm import run_local
 from minipar.nn import Parameter
 from minipar.nn.module import Segment
@@ -89,6 +90,28 @@ def test_the_next_unit_is_gathered_before_a_segment_runs(options, early):
         else:
             assert forward == [ENDS, names[0], BLOCK, names[1], BLOCK, names[2], ENDS, names[3]]
             assert backward == [BLOCK, BLOCK]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_model_of_ones_own_is_gathered_once_however_its_modules_call(trained):
+    """It is one unit. Its loss calls its forward, which calls two layers: all of them find the whole unit."""
+
+    def rank(comm):
+        notes = []
+        model = MLP()
+        size = sum(p.size for p in model.parameters())
+        ddp = FullyShardedDataParallel(model, Gathers(comm, notes))
+        x, y = np.ones((2, 3)), np.ones((2, 1))
+        if trained:
+            ddp.loss(x, y).backward()
+        else:
+            with no_grad():
+                model.loss_sum(x, y)
+        assert notes == [size]
+        for p in model.parameters():
+            assert np.isnan(p.data).all()  # it is freed again
+
+    run_local(2, rank)
 
 
 def noted(segment, notes):

@@ -221,9 +221,15 @@ def test_a_mean_of_means_says_what_to_divide():
     )
 
 
-def test_an_unscaled_backward_says_by_how_much_it_is_wrong():
+@pytest.mark.parametrize("good_steps", [0, 1, 2])
+def test_an_unscaled_backward_says_by_how_much_it_is_wrong(good_steps):
     def rank(comm):
         ddp = mp.DistributedDataParallel(MLP(), comm)
+        optimizer = SGD(ddp.parameters(), lr=0.1)
+        for _ in range(good_steps):
+            ddp.loss(np.ones((1, 3)), np.ones((1, 1))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         ddp.model.loss(np.ones((1, 3)), np.ones((1, 1))).backward()
 
     assert refusal_of(rank) == (

@@ -224,6 +224,15 @@ def test_the_line_names_the_place_the_value_and_what_fits(case, saved):
     assert message in refusal(saved["gpt2"], change_at(path.replace("\\", "."), value))
 
 
+def test_a_piece_more_of_a_parameter_that_is_not_listed_is_refused(saved):
+    def change(manifest):
+        pieces = manifest["files"][0]["pieces"]
+        pieces.append(pieces[-1] | {"name": "nothing"})
+
+    number = len(manifest_of(saved["gpt2"])["files"][0]["pieces"])
+    assert f"files[0].pieces[{number}].name is 'nothing', expected a parameter's name" in refusal(saved["gpt2"], change)
+
+
 OTHERS = {
     "fp16: good steps": ("llama", put("loss_scale", [65536.0, 3]), "loss_scale[1] is 3"),
     "fp16: a scale below 1": ("llama", put("loss_scale", [0.5, 0]), "loss_scale[0] is 0.5"),

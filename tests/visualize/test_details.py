@@ -10,7 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import Rectangle
 from picture_cases import bench_rows, chrome, rows, slice_event
-from picture_text import layouts, search
+from picture_text import layouts, of_milliseconds, search
 
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Durations, simulate
@@ -169,6 +169,19 @@ def test_plans_of_one_second_and_one_gigabyte_have_these_units():
         plan["seconds"]["total"] = 1e-9
     time, memory, _ = plot_plan(found).axes
     assert time.get_ylabel() == "time of a step (us)" and memory.get_ylabel() == "memory of the fullest rank (kB)"
+
+
+def test_a_plans_number_stands_at_its_mesh_in_the_axes_units():
+    found = of_milliseconds(search())
+    points = plot_plan(found).axes[2]
+    places = [(mesh["memory_bytes"] / 1e6, mesh["seconds"] * 1e3) for mesh in found["meshes"]]
+    drawn = [tuple(point) for line in points.lines[:2] for point in line.get_xydata()]
+    assert sorted(drawn) == [pytest.approx(place) for place in sorted(places)]
+    assert [(text.get_text(), text.xy) for text in points.texts] == [
+        ("1", pytest.approx(places[0])),
+        ("2", pytest.approx(places[1])),
+        ("3", pytest.approx(places[2])),
+    ]
 
 
 def test_a_limit_three_times_as_far_as_the_meshes_is_not_drawn():

@@ -101,6 +101,29 @@ def test_a_column_layer_alone_gives_this_ranks_columns(size, sequence):
     assert close(whole, X @ W1 + B1, 1e-14)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_take_arrays_as_the_serial_ones_do(size):
+    """They convert them to the dtype of their weights."""
+
+    def rank(comm):
+        group = TensorGroup(comm)
+        border = Border(group)
+        first, second = linear_of(W1, B1), linear_of(W2, B2)
+        for parameter, dim in ((first.weight, 1), (first.bias, 0), (second.weight, 0)):
+            split_along(parameter, group, dim)
+        for parameter in (first.weight, first.bias, second.weight, second.bias):
+            parameter.data = parameter.data.astype(np.float32)
+        columns = ColumnLinear(first, border)(X)
+        rows = RowLinear(second, border)(np.ascontiguousarray(group.part(X @ W1, 2)))
+        return columns.data, rows.data
+
+    parts = run_local(size, rank)
+    assert close(np.concatenate([columns for columns, _ in parts], axis=-1), X @ W1 + B1, 1e-5)
+    for columns, rows in parts:
+        assert columns.dtype == rows.dtype == np.float32
+        assert close(rows, X @ W1 @ W2 + B2, 1e-5)
+
+
 class BiasOnEveryRank(RowLinear):
     """The exercise's first mistake: the sum counts the bias t times."""
 
@@ -278,3 +301,10 @@ def test_a_users_layers_start_from_the_serial_layers_values(kind, options, size)
             assert own.dtype == whole.dtype and values.tobytes() == whole.data.tobytes()
 
     run_local(size, rank)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("column", (H, 12)), ("row", (12, H)), ("vocabulary", (5, H))])
+def test_a_rank_holds_a_third_of_a_users_weight(kind, shape):
+    """... rounded up: 13 rows of a vocabulary are padded to 15."""
+    parallel, _, sizes = LAYERS[kind]
+    assert run_local(3, lambda comm: parallel(*sizes, comm, name="a").weight.shape) == [shape] * 3
