@@ -5,6 +5,7 @@ import ast
 import numpy as np
 import pytest
 from mutants import drawn as mutants_drawn
+from mutants.drawing import code, difference, draw, every_change, line_number, source
 from mutants.drawn import (
     EQUIVALENT,
     LISTED,
@@ -13,12 +14,7 @@ from mutants.drawn import (
     changes_of,
     check_listed,
     chosen_for,
-    code,
-    difference,
-    draw,
-    every_change,
     groups_of,
-    line_number,
     listed,
     of_package,
     proved,
@@ -27,7 +23,6 @@ from mutants.drawn import (
     rounds,
     run,
     share,
-    source,
     with_mistakes,
     with_reason,
     wrong_entries,
@@ -179,6 +174,17 @@ def test_a_line_that_nobody_measured_is_for_all_of_the_package():
     change = Change("minipar/comm/launch.py", "compare", 0, 1, "", (5,))
     assert chosen_for(change, tests) == ([], [])
     assert of_package(change, tests) == tests[:1]
+
+
+def test_a_mistake_at_import_is_for_all_tests_of_the_package(tmp_path):
+    """Here a table's constant, which only other modules read: the tests of its own module's functions pass."""
+    every = every_change("minipar/plan/programs.py")
+    change = next(each for each in every if source(each.file)[each.start : each.end] == "4.32")
+    names = ["tests/plan/test_units.py", "tests/plan/test_recorded_layouts.py"]
+    own, other = [MeasuredTest(name, 1.0, {}) for name in names]
+    own.lines[change.file] = 1 << change.lines[0]
+    (found,) = run([change], lambda _: [[own, other]], 1, tmp_path / "trees")
+    assert found.outcome == CAUGHT and found.note.startswith(other.name)
 
 
 def test_tests_that_name_the_module_come_first():

@@ -9,9 +9,7 @@ ENOUGH of the others are caught, or if a listed one is.
 """
 
 import argparse
-import difflib
 import json
-import random
 import re
 import shutil
 import sys
@@ -20,13 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
+from mutants.drawing import code, difference, draw, every_change, line_number, package, source
 from mutants.first_failure import DEADLINES, HANGS
 from mutants.judge import BROKEN, CAUGHT, PASSED, SURVIVED, TIMED_OUT, end_all, run_tests, without_mistakes
 from mutants.lines import MeasuredTest, files_of_tests, tests_that_execute
-from mutants.operators import Change, changes, is_other_code
+from mutants.operators import Change
 from mutation import ROOT, copied_tree
 
 ENOUGH = 0.97
@@ -56,59 +54,6 @@ class Outcome:
     def __str__(self) -> str:
         file, line = self.change.file, line_number(self.change)
         return f"{self.outcome:<10} {self.seconds:6.1f} s  {file}:{line} {self.change.operator}  [{self.note}]"
-
-
-# ---- drawing ---------------------------------------------------------------------------------------------------------
-
-
-@cache
-def source(file: str) -> str:
-    """Return the text of a file below the root."""
-    return (ROOT / file).read_text(encoding="utf-8")
-
-
-@cache
-def every_change(file: str) -> list[Change]:
-    """Return every mistake that the operators can put into a file below the root."""
-    return changes(file, source(file))
-
-
-def code() -> list[str]:
-    """Return the files that are changed."""
-    paths = [path for package in ("minipar", "visualize") for path in (ROOT / package).rglob("*.py")]
-    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
-
-
-def draw(files: Sequence[str], seed: int, count: int) -> list[Change]:
-    """Draw mutants from all that the operators can make of these files. A seed draws the same ones of the same code."""
-    every = [change for file in files for change in every_change(file)]
-    random.Random(seed).shuffle(every)
-    drawn = []
-    for change in every:
-        if len(drawn) < count and is_other_code(change, source(change.file)):
-            drawn.append(change)
-    return drawn
-
-
-def package(file: str) -> str:
-    """Return the package that a file belongs to; the files directly in minipar are one."""
-    parts = file.split("/")
-    if parts[0] == "minipar" and len(parts) > 2:
-        return parts[1]
-    return parts[0]
-
-
-def line_number(change: Change) -> int:
-    """Return the line in which a mistake begins."""
-    return source(change.file)[: change.start].count("\n") + 1
-
-
-def difference(change: Change) -> list[str]:
-    """Return the lines that a mistake takes out and puts in, each after its sign and without its indent."""
-    before = source(change.file)
-    lines = difflib.unified_diff(before.splitlines(), change.apply(before).splitlines(), n=0, lineterm="")
-    changed = [line for line in list(lines)[2:] if not line.startswith("@@")]
-    return [f"{line[0]} {line[1:].strip()}" for line in changed]
 
 
 # ---- those judged equivalent -----------------------------------------------------------------------------------------
@@ -170,8 +115,17 @@ def place_of_tests(change: Change) -> str:
 
 
 def of_package(change: Change, tests: Sequence[MeasuredTest]) -> list[MeasuredTest]:
-    """Return all tests of the package, for lines of which nothing is known: a killed process leaves no measurement."""
+    """Return all tests of the package, for lines of which too little is known.
+
+    A killed process leaves no measurement. What an import executes is measured for no test, and modules that no test
+    connects with it may read its values.
+    """
     return [test for test in tests if test.name.startswith(place_of_tests(change))]
+
+
+def runs_at_import(change: Change) -> bool:
+    """Say whether an import executes what is changed: a value of the module, of a class, or a default."""
+    return line_number(change) not in change.lines
 
 
 def names_module(file: str, module: str) -> bool:
@@ -237,8 +191,8 @@ def judge(change: Change, rounds_of_tests: Iterable[Sequence[MeasuredTest]], fol
     if outcome == SURVIVED and rest:  # only what all tests of its line pass has survived
         ran += [test.name for test in rest]
         outcome, note = run_with_deadlines(tree, rest)
-    if note == NO_TEST:
-        unmeasured = of_package(change, known)
+    if note == NO_TEST or (outcome == SURVIVED and runs_at_import(change)):
+        unmeasured = [test for test in of_package(change, known) if test.name not in ran]
         if unmeasured:
             ran += [test.name for test in unmeasured]
             outcome, note = run_with_deadlines(tree, unmeasured)

@@ -93,7 +93,7 @@ def test_the_next_unit_is_gathered_before_a_segment_runs(options, early):
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_model_of_ones_own_is_gathered_once_however_its_modules_call(trained):
+def test_a_model_of_ones_own_is_gathered_once(trained):
     """It is one unit. Its loss calls its forward, which calls two layers: all of them find the whole unit."""
 
     def rank(comm):

@@ -224,7 +224,7 @@ def test_the_line_names_the_place_the_value_and_what_fits(case, saved):
     assert message in refusal(saved["gpt2"], change_at(path.replace("\\", "."), value))
 
 
-def test_a_piece_more_of_a_parameter_that_is_not_listed_is_refused(saved):
+def test_a_piece_of_a_parameter_that_is_not_listed_is_refused(saved):
     def change(manifest):
         pieces = manifest["files"][0]["pieces"]
         pieces.append(pieces[-1] | {"name": "nothing"})
