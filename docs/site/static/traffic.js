@@ -85,7 +85,7 @@ export function layerActivations(s) {
 export function inFlight({ schedule, pp, m, v }) {
   if (schedule === "naive" || pp === 1) return 1;
   if (schedule === "gpipe") return m;
-  if (schedule === "interleaved-1f1b" && v > 1) return Math.min(m, (pp * v + pp - 1) / v);
+  if (schedule === "interleaved-1f1b") return Math.min(m, (pp * v + pp - 1) / v);
   return Math.min(m, schedule === "zb-h2" ? 2 * pp - 1 : pp);
 }
 
