@@ -33,6 +33,7 @@ REFUSED = {
     "--model mixtral --dp 2 --ep 2 --zero-stage 1 --zero-replicas 2": f"zero-replicas 2 with ep 2: {SHARDS} ep = 1",
     f"{APART} --dp 2 --tp 2 --etp 1 --zero-stage 1 --zero-replicas 2": "zero-replicas 2 with ep 1, etp 1: "
     f"{SHARDS} ep = 1 and etp = tp",
+    "--dp 4 --zero-stage 3 --zero-replicas 3": "dp/zero-replicas = 4/3 is not a whole number",
     "--cp 2 --seq-len 6": "seq-len/(2*cp) = 6/4 is not a whole number: zigzag has equal chunks",
     "--cp 2 --cp-order contiguous --tp 2 --sequence-parallel --seq-len 6": "tokens/tp = 3/2 is not a whole number: "
     "--sequence-parallel splits seq-len/cp evenly",
