@@ -252,6 +252,14 @@ def gradients():
     return mesh.MeshTraffic({"pp": 1, "dp": 2, "cp": 2, "tp": 2}, 1, sums | across | {("cp", 1, 3): [1, 900]})
 
 
+def ring():
+    """The traffic of three ranks of cp, whose gradients go the same ways."""
+    tokens = {("cp", 0, 1): [1, 900], ("cp", 1, 2): [1, 900], ("cp", 2, 0): [1, 900]}
+    return mesh.MeshTraffic(
+        {"pp": 1, "dp": 1, "cp": 3, "tp": 1}, 1, tokens | {("dp", 0, 1): [1, 300], ("dp", 2, 0): [1, 200]}
+    )
+
+
 def layouts():
     """Rows of `bench layouts --machine`."""
     row = {"dp": 1, "tp": 1, "pp": 1, "zero_stage": 0, "schedule": None, "sequence_parallel": False}
@@ -283,6 +291,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "mesh_of_two": lambda: mesh.plot_mesh(traffic(3, pp=2)),
     "mesh_of_experts": lambda: mesh.plot_mesh(experts()),
     "mesh_of_twelve": lambda: mesh.plot_mesh(wide()),
+    "mesh_of_a_ring": lambda: mesh.plot_mesh(ring()),
     "mesh_of_gradients": lambda: mesh.plot_mesh(gradients()),
     "loss": lambda: measurements.plot_loss({"": rows(LOSSES)}, 1.5, "entropy"),
     "losses": lambda: measurements.plot_loss(TWO),
