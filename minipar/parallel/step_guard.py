@@ -315,7 +315,7 @@ class OptimizerGuard(Owner):
 
     def __init__(self, optimizer: SummingOptimizer) -> None:
         self.optimizer = optimizer
-        self.state = "none"  # gradients are none, local, summed over the ranks, stepped
+        self.state = "none"  # gradients are none or local, summed over the ranks, stepped
         self.step_is_compared = False
         self.updates = 0
         for p in optimizer.parameters:
@@ -324,13 +324,12 @@ class OptimizerGuard(Owner):
                 leaf.register_post_accumulate_grad_hook(self.on_gradient)
 
     def on_gradient(self, leaf: Tensor) -> None:
-        """Note that there are gradients. RuntimeError if backward has added to some that were used already."""
+        """Raise RuntimeError if backward has added to gradients that were used already."""
         if self.state == "stepped":
             raise RuntimeError(FORGOTTEN)
         if self.state == "summed":
             why = "backward() would add to gradients that were summed over the ranks already"
             raise RuntimeError(f"{why}: clip after the last backward of a step")
-        self.state = "local"
 
     def watch_mean(self, loss: Tensor) -> Tensor:
         """Return the loss. RuntimeError in a backward that would sum gradients of ranks' means."""

@@ -257,8 +257,8 @@ def crossing_bytes(layout: StepLayout, rank: int, gathers: int, sums: int, ranks
     own = rank % ranks
     if not layout.sequence_parallel:
         return sums * wire_bytes("all_reduce", layout.reduction, n, layout.reduce_bytes, ranks, own)
-    gather = "ring" if layout.reduction == "ring" else "pairwise"
-    gathered = wire_bytes("all_gather", gather, n, layout.itemsize, ranks, own)
+    # The parts are equal, so all algorithms of a gather send as much.
+    gathered = wire_bytes("all_gather", "ring", n, layout.itemsize, ranks, own)
     summed = wire_bytes("reduce_scatter", layout.reduction, n, layout.reduce_bytes, ranks, own)
     return gathers * gathered + sums * summed
 

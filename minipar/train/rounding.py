@@ -141,7 +141,8 @@ class GradientCheck:
             self.rounded += 1
             difference = distance(ranks[name], array)
             limit = self._allowed(name, norm(array), whole)
-            relative = difference / (norm(array) + whole / ROUNDINGS or 1)  # all gradients may be zero
+            size = norm(array) + whole / ROUNDINGS
+            relative = difference / size if size > 0 else difference  # all gradients may be zero
             within = difference <= limit or self.sharper is not None
             if name.startswith("gradient") and within and relative > self.largest:
                 self.largest = relative

@@ -413,6 +413,15 @@ def test_a_rank_has_one_blas_thread(entry):
     assert run_alone(f"{THREADS}{entry}; print(threads())").stdout == "{1}\n"
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_alone_leaves_as_any_python_program(code):
+    """It has nobody to wait for it: its errors and its exits stay Python's own."""
+    done = run_alone(
+        f"import os, sys; world(); print(sys.excepthook is sys.__excepthook__, flush=True); os._exit({code})"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "True\n", "")
+
+
 def test_the_users_number_of_blas_threads_has_priority():
     assert run_alone(f"{THREADS}world(); print(threads())", {"OPENBLAS_NUM_THREADS": "2"}).stdout == "{2}\n"
 

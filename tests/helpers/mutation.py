@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Not copied: what starts with a dot, and these. Compiled files are copied: an unchanged module need not be compiled.
-LEFT_OUT = ("out", "*.egg-info", "*.ipynb", "*.png", "*.gif")
+LEFT_OUT = ("out", "*.egg-info", "*.ipynb")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import FillBetweenPolyCollection, PolyCollection
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.text import Annotation
 
 from minipar.parallel.pipeline.actions import Durations, peak_live, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
@@ -383,3 +384,11 @@ def test_the_gallery_can_be_drawn_again(capsys, tmp_path, monkeypatch):
         "p = 8 ranks, m = 16 microbatches;  F = 1, B = 2",
         f"{small} for all layers of a rank",
     ]
+
+
+def test_what_stands_in_the_margin_is_never_left_out():
+    """It begins at the axes' edge, which a rounding could put outside of them."""
+    panel = plot_schedule(simulate(make("1f1b", 2, 2))).axes[-1]
+    beside = [text for text in panel.texts if isinstance(text, Annotation)]
+    assert [text.get_text() for text in beside] == ["2", "1", "peak"]
+    assert [text.get_annotation_clip() for text in beside] == [False] * 3

@@ -69,7 +69,7 @@ def check(schedule: Schedule, channel: str = "rank") -> Report:
     _check_complete(schedule)
     _check_order(schedule)
     lowered = lower(schedule)  # refuses ranks that wait for one another
-    simulate_in_order(lowered, Durations(), channel)  # refuses messages that do
+    simulate_in_order(lowered, Durations(), channel)  # refuses messages that wait for one another
     report = Report(peak_activations=[], peak_weight_gradients=[], sends=[])
     for actions in lowered.ranks:
         sends = [action for action in actions if action.kind in ("SEND_F", "SEND_B")]
