@@ -209,18 +209,18 @@ def in_context(search):
 
 
 def pipeline():
-    """A trace of two stages: actions, collectives of several lengths, messages of the stages, one of no lane."""
+    """Make a trace of two stages: actions, collectives of several lengths, and messages, one of them in no lane."""
     tracks = ("computation", "communication tp", "communication world", "communication pp, send and receive")
+    names = ("0F0", "0F1", "0I0", "0W0", "0B1", "other", "optimizer")
+    lengths = (0.02, 0.03, 0.25, 0.02, 0.02)
     events = []
     for rank in (0, 1):
         for tid, name in enumerate(tracks):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}})
         for step in range(3):
             at = 20.0 * step
-            names = ("0F0", "0F1", "0I0", "0W0", "0B1", "other", "optimizer")
             events += [slice_event(name, rank, 0, at + 2.5 * i, 2) for i, name in enumerate(names)]
             events += [slice_event("send", rank, 3, at + 3 * i, 0.4 + 0.3 * i, wait=0.3 * i) for i in range(4)]
-            lengths = (0.02, 0.03, 0.25, 0.02, 0.02)
             events += [slice_event("all_gather", rank, 1, at + 0.2 * i, each) for i, each in enumerate(lengths)]
             events.append(slice_event("all_reduce", rank, 1, at + 15, 4.5, wait=1.5))
     events += [slice_event("barrier", 0, 2, 21, 0.05), slice_event("broadcast", 0, 2, 21.1, 0.05)]
@@ -233,31 +233,30 @@ def pipeline():
 
 
 def experts():
-    """The traffic of tokens on their way to experts, and of gradients, between the two ranks of cp, for each of tp."""
+    """Make the traffic of tokens that go to experts, and of gradients: between the ranks of cp, for each of tp."""
     tokens = {("ep", 0, 2): [2, 900], ("ep", 2, 0): [2, 1300], ("ep", 1, 3): [1, 0]}
     sums = {("dp", 0, 2): [1, 4000], ("dp", 3, 1): [1, 4000]}
     return mesh.MeshTraffic({"pp": 1, "dp": 1, "cp": 2, "tp": 2}, 2, tokens | sums | {("tp", 0, 1): [3, 5000]})
 
 
 def wide():
-    """The traffic of 2 x 2 x 3 ranks: the longest way along tp, messages along pp and dp, and a little one."""
-    along = {("tp", 0, 1): [4, 3000], ("tp", 2, 0): [4, 2000], ("tp", 1, 2): [1, 30], ("tp", 2, 1): [1, 970]}
-    return mesh.MeshTraffic({"pp": 2, "dp": 2, "tp": 3}, 1, along | {("pp", 0, 6): [1, 700], ("dp", 3, 0): [1, 9]})
+    """Make the traffic of 2 x 2 x 3 ranks: a ring along tp, little in the other direction, a message of pp and dp."""
+    sums = {("tp", 0, 1): [4, 3000], ("tp", 2, 0): [4, 2000], ("tp", 1, 2): [1, 30], ("tp", 2, 1): [1, 970]}
+    return mesh.MeshTraffic({"pp": 2, "dp": 2, "tp": 3}, 1, sums | {("pp", 0, 6): [1, 700], ("dp", 3, 0): [1, 9]})
 
 
 def gradients():
-    """The traffic of 2 x 2 x 2 ranks whose gradients go around dp and cp: along both at once, too."""
+    """Make the traffic of 2 x 2 x 2 ranks. Their gradients go along dp, along cp, and along both at once."""
     sums = {("dp", 0, 2): [1, 800], ("dp", 2, 6): [1, 700], ("dp", 6, 4): [1, 600], ("dp", 4, 0): [1, 500]}
     across = {("dp", 1, 7): [2, 400], ("dp", 5, 3): [2, 300]}
     return mesh.MeshTraffic({"pp": 1, "dp": 2, "cp": 2, "tp": 2}, 1, sums | across | {("cp", 1, 3): [1, 900]})
 
 
 def ring():
-    """The traffic of three ranks of cp, whose gradients go the same ways."""
+    """Make the traffic of three ranks of cp whose gradients go the same ways."""
     tokens = {("cp", 0, 1): [1, 900], ("cp", 1, 2): [1, 900], ("cp", 2, 0): [1, 900]}
-    return mesh.MeshTraffic(
-        {"pp": 1, "dp": 1, "cp": 3, "tp": 1}, 1, tokens | {("dp", 0, 1): [1, 300], ("dp", 2, 0): [1, 200]}
-    )
+    sums = {("dp", 0, 1): [1, 300], ("dp", 2, 0): [1, 200]}
+    return mesh.MeshTraffic({"pp": 1, "dp": 1, "cp": 3, "tp": 1}, 1, tokens | sums)
 
 
 def layouts():

@@ -4,32 +4,11 @@ import json
 
 import pytest
 from picture_cases import bench_rows, chrome, rows
+from picture_commands import failure, told
 
 from visualize import __main__ as command
 from visualize import style
 from visualize.__main__ import main
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The pictures that the command saves."""
-    figures = []
-    monkeypatch.setattr(style, "save", lambda figure, path: figures.append(figure))
-    return figures
-
-
-def failure(capsys, *arguments) -> str:
-    """The one line that a wrong command prints."""
-    assert main([*map(str, arguments)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1
-    return printed.err.removeprefix("visualize: error: ").removesuffix("\n")
-
-
-def told(capsys, *arguments) -> dict:
-    """What `visualize schedule ... --json -` says."""
-    assert main(["schedule", *map(str, arguments), "--json", "-"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_command_and_its_picture_are_required(write, capsys):
@@ -58,14 +37,18 @@ def test_a_level_has_a_name_and_a_dollar_is_a_dollar(write, drawn):
     assert not any(text.get_parse_math() for text in texts)
 
 
-def test_a_trace_is_drawn_or_its_numbers_are_written(write, tmp_path, drawn, capsys):
-    trace, numbers = write("t.json", chrome()), str(tmp_path / "n.json")
-    assert main(["trace", trace, "--out", "x.png", "--json", numbers]) == 0
-    assert capsys.readouterr() == (f"x.png\n{numbers}\n", "")
-    assert main(["trace", trace, "--json", numbers]) == 0
-    assert capsys.readouterr() == (f"{numbers}\n", "") and len(drawn) == 1
+def test_a_trace_is_drawn_or_its_values_are_written(write, tmp_path, drawn, capsys):
+    trace = write("t.json", chrome())
+    values = str(tmp_path / "values.json")
+    assert main(["trace", trace, "--out", "x.png", "--json", values]) == 0
+    assert capsys.readouterr() == (f"x.png\n{values}\n", "") and len(drawn) == 1
+    assert main(["trace", trace, "--json", values]) == 0
+    assert capsys.readouterr() == (f"{values}\n", "") and len(drawn) == 1
+
+
+def test_the_command_prints_the_path_of_its_picture(write, drawn, capsys):
     assert main(["traffic", write("b.json", bench_rows()), "--out", "b.png"]) == 0
-    assert capsys.readouterr() == ("b.png\n", "") and len(drawn) == 2
+    assert capsys.readouterr() == ("b.png\n", "") and len(drawn) == 1
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
@@ -84,7 +67,7 @@ def test_a_schedule_may_take_less_than_one_unit_of_time(capsys):
 
 
 def test_as_many_actions_are_shown_as_the_limit_says(capsys, monkeypatch):
-    """Before a schedule is made, two stages per rank are reckoned with, unless the flag says another number."""
+    """Before a schedule is made, its actions are reckoned with two stages per rank, unless the flag says how many."""
     monkeypatch.setattr(command, "MOST", 16)
     size = ["--schedule", "gpipe", "--stages", 1, "--microbatches"]
     assert told(capsys, *size, 8)["microbatches"] == 8
@@ -96,7 +79,7 @@ def test_as_many_actions_are_shown_as_the_limit_says(capsys, monkeypatch):
 
 
 def test_a_file_is_refused_for_the_numbers_of_its_microbatches(write, capsys, monkeypatch):
-    """Few actions may name a large number: it is not checked one by one what is missing."""
+    """Two actions may name a microbatch of a high number. The actions that are missing are not listed then."""
     monkeypatch.setattr(command, "MOST", 16)
     text = "0F{0},0B{0}\n1F{0},1B{0}\n"
     path = write("few.csv", text.format(7))
@@ -107,8 +90,8 @@ def test_a_file_is_refused_for_the_numbers_of_its_microbatches(write, capsys, mo
 
 
 def test_a_schedule_file_may_have_any_name(write, capsys):
-    assert told(capsys, "--schedule", write("own.txt", "0F0,0B0\n"))["stages"] == 1
-    assert told(capsys, "--schedule", write("own.CSV", "0F0,0B0\n"))["stages"] == 1
+    for name in ("own.txt", "own.CSV"):
+        assert told(capsys, "--schedule", write(name, "0F0,0B0\n"))["stages"] == 1
 
 
 def test_a_picture_is_written_into_new_directories(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import Rectangle
 from picture_cases import bench_rows, chrome, rows, slice_event
+from picture_parts import timeline
 from picture_text import layouts, of_milliseconds, search
 
 from minipar.errors import UsageError
@@ -36,31 +37,28 @@ from visualize.schedule import bubble_text, facts, sizes_text
 from visualize.style import INK
 
 
-def timeline(name="1f1b", p=4, m=8, v=None, **durations):
-    return simulate(make(name, p, m, v), Durations(**durations))
-
-
 def words(legend):
+    """Return the texts of a legend."""
     return [text.get_text() for text in legend.get_texts()]
 
 
 def marks(axis) -> set[float]:
-    """The lengths of the marks at an axis's numbers."""
+    """Return the lengths of the marks at an axis's labels."""
     return {tick.tick1line.get_markersize() for tick in axis.get_major_ticks()}
 
 
 def grid(axis) -> set[bool]:
-    """Whether lines are drawn at an axis's numbers."""
+    """Return whether lines are drawn at an axis's labels."""
     return {line.get_visible() for line in axis.get_gridlines()}
 
 
 # ---- loss, memory, bytes ---------------------------------------------------------------------------------------------
 
 
-def test_a_single_step_is_a_point_and_two_are_a_line():
-    for losses, markers in (([3.0], ["None", "o"]), ([3.0, 2.0], ["None"])):
-        axes = plot_loss({"run": rows(losses)}).axes[0]
-        assert [line.get_marker() for line in axes.lines] == markers
+@pytest.mark.parametrize(("losses", "markers"), [([3.0], ["None", "o"]), ([3.0, 2.0], ["None"])], ids=str)
+def test_a_single_step_is_a_point_and_two_are_a_line(losses, markers):
+    axes = plot_loss({"run": rows(losses)}).axes[0]
+    assert [line.get_marker() for line in axes.lines] == markers
 
 
 def test_a_curve_of_more_than_60_steps_is_smoothed():
@@ -116,9 +114,11 @@ def test_a_benchmark_of_mpi_alone_has_no_panel_of_bytes():
 
 @pytest.mark.parametrize(("largest", "ticks"), [(3e-5, [1e-7, 1e-6, 1e-5]), (3e-7, [1e-7, 2e-7])])
 def test_times_of_a_benchmark_are_named_by_powers_of_ten(largest, ticks):
-    """With 2 and 5 between them, unless the times are far apart."""
+    """Twice and five times a power are named, too, unless the times are far apart."""
     row = bench_rows()[0]
-    time = plot_bench([row | {"bytes": 8, "seconds": 9e-8, "mpi_seconds": None}, row | {"seconds": largest}]).axes[0]
+    shortest = row | {"bytes": 8, "seconds": 9e-8, "mpi_seconds": None}
+    longest = row | {"seconds": largest}
+    time = plot_bench([shortest, longest]).axes[0]
     low, high = time.get_ylim()
     found = [tick for tick in time.get_yticks() if low <= tick <= high]
     assert found[: len(ticks)] == pytest.approx(ticks)
@@ -140,14 +140,16 @@ def test_a_gradient_that_is_not_finite_has_a_colour_of_its_own():
     assert figure.axes[0].get_title(loc="left").endswith("they differ from step 0 on")
 
 
-def test_sixty_names_and_twelve_steps_are_all_named():
-    for names, steps, named in ((60, 12, (60, 12)), (61, 13, (31, 7))):
-        axes = plot_comparison({step: dict.fromkeys(map(str, range(names)), 2.0) for step in range(steps)}).axes[0]
-        assert (len(axes.get_yticks()), len(axes.get_xticks())) == named
+@pytest.mark.parametrize(("names", "steps", "named"), [(60, 12, (60, 12)), (61, 13, (31, 7))])
+def test_sixty_names_and_twelve_steps_are_all_named(names, steps, named):
+    """Of more, each second one is named."""
+    ratios = dict.fromkeys(map(str, range(names)), 2.0)
+    axes = plot_comparison(dict.fromkeys(range(steps), ratios)).axes[0]
+    assert (len(axes.get_yticks()), len(axes.get_xticks())) == named
 
 
 def test_layouts_have_round_numbers_on_their_axes():
-    """From the smallest value to the largest; 2 and 50 are just as far away as is shown."""
+    """The axes go from the smallest value to the largest. 2 and 50 are the outermost that are shown."""
     row = layouts()[0] | {"peak_bytes": 2_400_000, "predicted_bytes": 2_400_000}
     memory = plot_agreement([row, row | {"peak_bytes": 8_333_334 * 5}]).axes[1]
     assert list(memory.get_xticks()) == [2, 5, 10, 20, 50] and list(memory.get_xticks(minor=True)) == []
@@ -155,20 +157,17 @@ def test_layouts_have_round_numbers_on_their_axes():
     assert list(plot_agreement([one]).axes[1].get_xticks()) == pytest.approx([0.1, 0.2, 0.5, 1])
 
 
-def test_plans_of_one_second_and_one_gigabyte_have_these_units():
+@pytest.mark.parametrize(("seconds", "nbytes", "units"), [(1.0, 1e9, ("s", "GB")), (1e-9, 1.0, ("us", "kB"))])
+def test_plans_of_one_second_and_one_gigabyte_have_these_units(seconds, nbytes, units):
+    """Microseconds and kilobytes are the smallest units."""
     found = search()
     for mesh in found["meshes"]:
-        mesh["memory_bytes"] = 1e9
+        mesh["memory_bytes"] = nbytes
     for plan in found["plans"]:
-        plan["seconds"]["total"] = 1.0
+        plan["seconds"]["total"] = seconds
     time, memory, _ = plot_plan(found).axes
-    assert time.get_ylabel() == "time of a step (s)" and memory.get_ylabel() == "memory of the fullest rank (GB)"
-    for mesh in found["meshes"]:
-        mesh["memory_bytes"] = 1.0
-    for plan in found["plans"]:
-        plan["seconds"]["total"] = 1e-9
-    time, memory, _ = plot_plan(found).axes
-    assert time.get_ylabel() == "time of a step (us)" and memory.get_ylabel() == "memory of the fullest rank (kB)"
+    assert time.get_ylabel() == f"time of a step ({units[0]})"
+    assert memory.get_ylabel() == f"memory of the fullest rank ({units[1]})"
 
 
 def test_a_plans_number_stands_at_its_mesh_in_the_axes_units():
@@ -184,14 +183,15 @@ def test_a_plans_number_stands_at_its_mesh_in_the_axes_units():
     ]
 
 
-def test_a_limit_three_times_as_far_as_the_meshes_is_not_drawn():
+@pytest.mark.parametrize(("factor", "drawn"), [(6, []), (5, ["50% of a GPU's memory: the limit"])])
+def test_a_limit_three_times_as_far_as_the_meshes_is_not_drawn(factor, drawn):
     found = search()
     found["plans"] = found["plans"][:1]
     most = max(mesh["memory_bytes"] for mesh in found["meshes"])
-    for factor, drawn in ((6, []), (5, ["50% of a GPU's memory: the limit"])):
-        found["gpu"]["memory"], found["assumptions"]["memory_used"] = factor * most, 0.5
-        points = plot_plan(found).axes[2]
-        assert words(points.get_legend()) == ["any other mesh", "plan 1, with bars on the left", *drawn]
+    found["gpu"]["memory"] = factor * most
+    found["assumptions"]["memory_used"] = 0.5
+    points = plot_plan(found).axes[2]
+    assert words(points.get_legend()) == ["any other mesh", "plan 1, with bars on the left", *drawn]
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
@@ -215,20 +215,27 @@ def test_the_gallery_takes_the_times_that_it_is_given():
     assert lines["1F1B"].makespan == 16 and lines["1F1B"].comm == Fraction(1, 2)
 
 
-def test_a_long_name_is_cut_after_twenty_letters():
-    for length, shown in ((20, "n" * 20), (21, "n" * 19 + "…")):
-        schedule = replace(make("gpipe", 1, 1), name="n" * length)
-        assert plot_schedule(simulate(schedule)).axes[0].get_title(loc="left") == shown
+@pytest.mark.parametrize(("length", "shown"), [(20, "n" * 20), (21, "n" * 19 + "…")])
+def test_a_long_name_is_cut_after_twenty_letters(length, shown):
+    schedule = replace(make("gpipe", 1, 1), name="n" * length)
+    assert plot_schedule(simulate(schedule)).axes[0].get_title(loc="left") == shown
 
 
 def test_a_schedule_of_one_and_a_half_times_the_next_is_not_cut():
-    short, longer, longest = [timeline(forward=f, backward_input=f, backward_weight=f) for f in (2, 3, 4)]
+    short = timeline(forward=2, backward_input=2, backward_weight=2)
+    longer = timeline(forward=3, backward_input=3, backward_weight=3)
+    longest = timeline(forward=4, backward_input=4, backward_weight=4)
     assert plot_schedules({"a": short, "b": longer}).axes[0].get_xlim()[1] == longer.makespan
     figure = plot_schedules({"a": short, "b": longest})
     assert figure.axes[0].get_xlim()[1] == 1.06 * short.makespan
     beside = figure.axes[1].texts[-1]
     assert (beside.get_text(), beside.xy[1]) == ("▸ 132", 2.0)
-    assert plot_schedule({"a": short, "b": longest}).axes[0].get_xlim()[1] == longest.makespan, "only where many are"
+
+
+def test_of_few_schedules_the_longest_is_not_cut():
+    short = timeline(forward=2, backward_input=2, backward_weight=2)
+    longest = timeline(forward=4, backward_input=4, backward_weight=4)
+    assert plot_schedule({"a": short, "b": longest}).axes[0].get_xlim()[1] == longest.makespan
 
 
 def test_nothing_to_draw_is_one_clear_line():
@@ -238,10 +245,11 @@ def test_nothing_to_draw_is_one_clear_line():
         plot_schedule(timeline(forward=0, backward_input=0, backward_weight=0))
 
 
-def test_numbers_have_one_digit_up_to_ten_microbatches():
-    for m, largest in ((10, True), (11, False)):
-        sizes = {text.get_fontsize() for text in plot_schedule(timeline("naive", 2, m)).axes[0].texts}
-        assert (sizes == {9.0}) == largest
+@pytest.mark.parametrize(("m", "largest"), [(10, True), (11, False)])
+def test_numbers_have_one_digit_up_to_ten_microbatches(m, largest):
+    """Numbers of one digit have the largest letters."""
+    sizes = {text.get_fontsize() for text in plot_schedule(timeline("naive", 2, m)).axes[0].texts}
+    assert (sizes == {9.0}) == largest
 
 
 def test_boxes_of_no_time_do_not_widen_a_picture():
@@ -279,10 +287,11 @@ def test_a_legend_shows_a_ranks_stages_side_by_side(v, later):
 # ---- timelines -------------------------------------------------------------------------------------------------------
 
 
-def test_three_hundred_arrows_of_collectives_are_drawn():
-    for count, drawn in ((295, ["dp", "tp"]), (296, ["dp"])):
-        messages = [Message(0, 0.0, 1, 1.0, track=track) for track in ["tp"] * count + ["dp"] * 5]
-        assert tracks_with_arrows(messages) == drawn
+@pytest.mark.parametrize(("count", "drawn"), [(295, ["dp", "tp"]), (296, ["dp"])])
+def test_three_hundred_arrows_of_collectives_are_drawn(count, drawn):
+    """Five messages of dp and `count` of tp have arrows if they are at most 300."""
+    messages = [Message(0, 0.0, 1, 1.0, track=track) for track in ["tp"] * count + ["dp"] * 5]
+    assert tracks_with_arrows(messages) == drawn
 
 
 def test_rows_of_a_timeline_have_small_names_and_no_marks():
@@ -308,11 +317,11 @@ def test_ranks_that_are_not_the_meshs_have_no_place_in_it(ranks, mesh):
 
 
 def test_a_wide_bar_between_narrow_ones_parts_them():
-    """10 s are 405 points: two bars of 1 point with one of 4 points between them."""
+    """10 s are 405 points: two bars have 1 point each, and one of 4 points is between them."""
     data = chrome(ranks=1, steps=1)
-    data["traceEvents"] += [
-        slice_event("send", 0, 1, at, length) for at, length in ((1, 0.02), (1.03, 0.1), (1.14, 0.02))
-    ]
+    data["traceEvents"].append(slice_event("send", 0, 1, 1, 0.02))
+    data["traceEvents"].append(slice_event("send", 0, 1, 1.03, 0.1))
+    data["traceEvents"].append(slice_event("send", 0, 1, 1.14, 0.02))
     figure = plot_timeline(parse_trace(data))
     assert not any("too short" in text.get_text() for text in figure.texts)
 

@@ -11,6 +11,7 @@ import pytest
 from launcher import ROOT, run_mpi
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch, Rectangle
+from picture_parts import mesh_lines, texts
 
 from minipar.comm import DeviceMesh, run_local, save_chrome_trace, start_trace, wire_bytes
 from visualize import MeshTraffic, mesh_traffic, mesh_values, parse_trace, plot_mesh, read_trace
@@ -51,16 +52,6 @@ def run(tmp_path, steps=2, **sizes):
     path = tmp_path / "trace.json"
     counted = run_local(int(np.prod(list(sizes.values()))), program, path, sizes, steps, clock="model")
     return mesh_traffic(read_trace(str(path))), counted
-
-
-def lines(figure):
-    """{(axis, rank, higher rank): line} of the picture; heads are patches of their own."""
-    patches = [patch for patch in figure.axes[0].patches if isinstance(patch, FancyArrowPatch) and patch.get_gid()]
-    return {(axis, int(low), int(high)): patch for patch in patches for axis, low, high in [patch.get_gid().split()]}
-
-
-def texts(figure):
-    return [text.get_text() for text in figure.axes[0].texts]
 
 
 @pytest.mark.sampled(1)
@@ -127,7 +118,7 @@ def test_training_is_drawn_with_the_bytes_that_it_sends(tmp_path):
 def test_each_pair_that_talks_is_one_line_as_wide_as_its_bytes(tmp_path, sizes):
     traffic, _ = run(tmp_path, **sizes)
     figure = plot_mesh(traffic)
-    drawn = lines(figure)
+    drawn = mesh_lines(figure)
     talks = {(axis, min(s, d), max(s, d)) for axis, s, d in traffic.links}
     assert set(drawn) == talks
     both = {
@@ -155,7 +146,7 @@ def test_each_pair_that_talks_is_one_line_as_wide_as_its_bytes(tmp_path, sizes):
 def test_a_line_ends_at_the_boxes_of_its_ranks(tmp_path, sizes):
     figure = plot_mesh(run(tmp_path, **sizes)[0])
     numbers = {text.get_text(): text.get_position() for text in figure.axes[0].texts}
-    for (_, low, high), line in lines(figure).items():
+    for (_, low, high), line in mesh_lines(figure).items():
         for rank, box in ((low, line.patchA), (high, line.patchB)):
             x, y = numbers[f"rank {rank}"]
             assert box.get_x() < x < box.get_x() + box.get_width()
@@ -181,7 +172,7 @@ def test_a_line_beside_a_row_passes_over_those_that_it_crosses():
     """tp of 4 in two stages: the ring's way back from the last rank crosses the lines of pp."""
     ring = {("tp", 4 * stage + i, 4 * stage + (i + 1) % 4): [1, 100] for stage in (0, 1) for i in range(4)}
     pipeline = {("pp", i, i + 4): [1, 100] for i in range(4)}
-    drawn = lines(plot_mesh(MeshTraffic({"pp": 2, "dp": 1, "tp": 4}, 1, ring | pipeline)))
+    drawn = mesh_lines(plot_mesh(MeshTraffic({"pp": 2, "dp": 1, "tp": 4}, 1, ring | pipeline)))
     over = {pair for pair, line in drawn.items() if line.get_path_effects()}
     assert over == {("tp", 0, 3), ("tp", 4, 7)}
     straight = max(line.get_zorder() for pair, line in drawn.items() if pair not in over)
@@ -200,7 +191,7 @@ def test_heads_are_where_bytes_arrive_and_little_is_not_drawn():
     arrows = [patch for patch in figure.axes[0].patches if isinstance(patch, FancyArrowPatch)]
     styles = [type(patch.get_arrowstyle()).__name__ for patch in arrows if patch.get_gid() is None]
     assert styles == ["CurveFilledB", "CurveFilledAB"]
-    assert set(lines(figure)) == {("dp", 0, 1), ("dp", 1, 2)}
+    assert set(mesh_lines(figure)) == {("dp", 0, 1), ("dp", 1, 2)}
     assert texts(figure).count("1000 B") == 2 and "10 B" not in texts(figure)
 
 
@@ -252,7 +243,7 @@ def test_gradients_are_drawn_between_ranks_of_dp_and_cp(tmp_path, sizes):
     counted = run_local(int(np.prod(list(sizes.values()))), train_in_context, path, sizes, clock="model")
     traffic = mesh_traffic(read_trace(str(path)))
     assert [{axis: traffic.sent(axis, rank)[1] for axis in AXES} for rank in range(traffic.ranks)] == counted
-    drawn = lines(plot_mesh(traffic))
+    drawn = mesh_lines(plot_mesh(traffic))
     assert set(drawn) == {(axis, min(s, d), max(s, d)) for axis, s, d in traffic.links}
     replicas = sizes.get("dp", 1) * sizes["cp"]
     assert sum(axis == "dp" for axis, *_ in drawn) == replicas * (replicas - 1) // 2 * traffic.ranks // replicas
@@ -277,7 +268,7 @@ def test_tokens_are_drawn_on_their_way_to_experts(tmp_path, sizes):
     counted = run_local(ranks, program, clock="model")
     traffic = mesh_traffic(read_trace(str(path)))
     assert [{axis: traffic.sent(axis, rank)[1] for axis in LOOKS} for rank in range(ranks)] == [c for c, _ in counted]
-    drawn = {pair[1:] for pair in lines(plot_mesh(traffic)) if pair[0] == "ep"}
+    drawn = {pair[1:] for pair in mesh_lines(plot_mesh(traffic)) if pair[0] == "ep"}
     assert drawn == {(a, b) for _, members in counted for a in members for b in members if a < b}
     assert sum(row["sent"]["ep"]["bytes"] for row in mesh_values(traffic)["ranks"]) == traffic.sent("ep")[1] > 0
 

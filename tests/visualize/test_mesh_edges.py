@@ -1,11 +1,11 @@
-"""The mesh drawn where there is little or much: no messages, messages of no bytes, many lines, 3 ranks, 64 ranks."""
+"""Claims about a mesh with little or much to draw: no messages, messages of no bytes, many lines, 3 ranks, 64 ranks."""
 
 import math
 import warnings
 
 import pytest
-from matplotlib.patches import FancyArrowPatch
 from picture_cases import chrome
+from picture_parts import mesh_heads, mesh_lines, texts
 
 from minipar.errors import UsageError
 from visualize import MeshTraffic, mesh_traffic, mesh_values, parse_trace, plot_mesh
@@ -14,32 +14,25 @@ from visualize.mesh import BOX, ROOM, layout
 DP2 = {"pp": 1, "dp": 2, "tp": 1}
 
 
-def texts(figure):
-    return [text.get_text() for text in figure.axes[0].texts]
-
-
-def lines(figure):
-    return [patch for patch in figure.axes[0].patches if isinstance(patch, FancyArrowPatch) and patch.get_gid()]
-
-
-def trace(ranks, steps=1, **mesh):
-    data = chrome(ranks, steps)
+def trace(ranks, **mesh):
+    """Make the JSON of a trace of one step on a mesh."""
+    data = chrome(ranks, 1)
     data["otherData"]["mesh"] = mesh
     return data
 
 
 def test_a_mesh_without_messages_has_no_lines():
     figure = plot_mesh(MeshTraffic(DP2, 1))
-    assert lines(figure) == [] and texts(figure).count("dp 0 B") == 2
+    assert mesh_lines(figure) == {} and texts(figure).count("dp 0 B") == 2
     assert not figure.axes[0].axison
     names = [text for text in figure.axes[0].texts if text.get_text() in ("rank 0", "rank 1")]
     assert [name.get_weight() for name in names] == ["bold", "bold"]
 
 
 def test_messages_of_no_bytes_are_counted():
-    """An expert may get no token: its messages travel nevertheless."""
+    """Messages travel also to an expert that gets no token."""
     traffic = MeshTraffic(DP2, 1, {("ep", 0, 1): [2, 0]})
-    assert traffic.axes == ["ep", "dp"] and lines(plot_mesh(traffic)) == []
+    assert traffic.axes == ["ep", "dp"] and mesh_lines(plot_mesh(traffic)) == {}
     assert mesh_values(traffic)["axes"]["ep"] == {"messages": 2, "bytes": 0, "bytes_per_step": 0}
 
 
@@ -67,30 +60,28 @@ def test_a_message_to_its_own_sender_lies_on_no_axis():
         mesh_traffic(parse_trace(data))
 
 
-def test_a_direction_of_a_hundredth_has_no_head():
-    links = {("dp", 0, 1): [1, 990], ("dp", 1, 0): [1, 10]}
-    arrows = [
-        patch for patch in plot_mesh(MeshTraffic(DP2, 1, links)).axes[0].patches if isinstance(patch, FancyArrowPatch)
-    ]
-    assert [type(patch.get_arrowstyle()).__name__ for patch in arrows if not patch.get_gid()] == ["CurveFilledB"]
-    assert [type(patch.get_arrowstyle()).__name__ for patch in arrows if patch.get_gid()] == ["Curve"]
-    back = {("dp", 0, 1): [1, 10], ("dp", 1, 0): [1, 990]}
-    arrows = [
-        patch for patch in plot_mesh(MeshTraffic(DP2, 1, back)).axes[0].patches if isinstance(patch, FancyArrowPatch)
-    ]
-    assert [type(patch.get_arrowstyle()).__name__ for patch in arrows if not patch.get_gid()] == ["CurveFilledA"]
+@pytest.mark.parametrize(("there", "back", "style"), [(990, 10, "CurveFilledB"), (10, 990, "CurveFilledA")])
+def test_a_direction_of_a_hundredth_has_no_head(there, back, style):
+    """A line has 1000 bytes, 10 of them in one direction."""
+    figure = plot_mesh(MeshTraffic(DP2, 1, {("dp", 0, 1): [1, there], ("dp", 1, 0): [1, back]}))
+    assert [type(patch.get_arrowstyle()).__name__ for patch in mesh_heads(figure)] == [style]
+    assert [type(patch.get_arrowstyle()).__name__ for patch in mesh_lines(figure).values()] == ["Curve"]
 
 
 @pytest.mark.parametrize(("count", "labels"), [(20, 20), (21, 0)])
 def test_twenty_lines_have_their_bytes_beside_them(count, labels):
     pairs = [(a, b) for a in range(8) for b in range(a)][:count]
-    figure = plot_mesh(MeshTraffic({"pp": 1, "dp": 8, "tp": 1}, 1, {("dp", *pair): [1, 70] for pair in pairs}))
-    assert len(lines(figure)) == count and texts(figure).count("70 B") == labels
+    links = {("dp", *pair): [1, 70] for pair in pairs}
+    figure = plot_mesh(MeshTraffic({"pp": 1, "dp": 8, "tp": 1}, 1, links))
+    assert len(mesh_lines(figure)) == count and texts(figure).count("70 B") == labels
 
 
 def test_sixty_four_ranks_can_be_drawn():
     figure = plot_mesh(MeshTraffic({"pp": 1, "dp": 64, "tp": 1}, 1, {("dp", 0, 1): [1, 8]}))
     assert "rank 63" in texts(figure)
+
+
+def test_sixty_five_ranks_cannot_be_drawn():
     with pytest.raises(
         UsageError, match=r"pp\*dp\*tp = 65 ranks: more than 64 cannot be drawn; --json has their bytes"
     ):

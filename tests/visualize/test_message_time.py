@@ -4,18 +4,15 @@ import math
 from fractions import Fraction
 
 import pytest
+from picture_parts import timeline
 
 from chapters.support.ch08.receives import early_receives
-from minipar.parallel.pipeline.actions import Durations, simulate
+from minipar.parallel.pipeline.actions import Durations
 from minipar.parallel.pipeline.in_order import simulate_in_order
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize import plot_schedule
 from visualize.message_time import awaited_messages
 from visualize.schedule import sizes_text
-
-
-def timeline(name="1f1b", p=4, m=8, v=None, **durations):
-    return simulate(make(name, p, m, v), Durations(**durations))
 
 
 def hatched(axes, hatch) -> list[tuple[float, float, int]]:

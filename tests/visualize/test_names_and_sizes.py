@@ -14,14 +14,6 @@ from visualize.__main__ import main
 KINDS = ["parameters", "gradients", "optimizer", "activations", "buffers"]
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """The pictures that the command saves."""
-    figures = []
-    monkeypatch.setattr(style, "save", lambda figure, path: figures.append(figure))
-    return figures
-
-
 def metrics(directory, name, losses):
     directory.mkdir(exist_ok=True)
     (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows(losses)))

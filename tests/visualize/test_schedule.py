@@ -10,8 +10,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import FillBetweenPolyCollection, PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.text import Annotation
+from picture_parts import timeline
 
-from minipar.parallel.pipeline.actions import Durations, peak_live, simulate
+from minipar.parallel.pipeline.actions import peak_live
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize import gallery, live_activations, plot_schedule, plot_schedules
 from visualize.__main__ import main
@@ -22,10 +23,6 @@ from visualize.style import COLOURS, at_lightness, lightness
 pytestmark = pytest.mark.sampled(3)
 
 RATE = ", none from a rank's first to its last action"  # Zero Bubble's way of counting
-
-
-def timeline(name="1f1b", p=4, m=8, v=None, **durations):
-    return simulate(make(name, p, m, v), Durations(**durations))
 
 
 def drawn(axes, bars=False) -> list[tuple[float, float, int, str]]:
@@ -388,7 +385,7 @@ def test_the_gallery_can_be_drawn_again(capsys, tmp_path, monkeypatch):
 
 def test_what_stands_in_the_margin_is_never_left_out():
     """It begins at the axes' edge, which a rounding could put outside of them."""
-    panel = plot_schedule(simulate(make("1f1b", 2, 2))).axes[-1]
+    panel = plot_schedule(timeline("1f1b", 2, 2)).axes[-1]
     beside = [text for text in panel.texts if isinstance(text, Annotation)]
     assert [text.get_text() for text in beside] == ["2", "1", "peak"]
     assert [text.get_annotation_clip() for text in beside] == [False] * 3

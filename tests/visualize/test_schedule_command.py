@@ -3,18 +3,11 @@
 import json
 
 import pytest
+from picture_commands import told
 
 from minipar.parallel.pipeline.schedule_file import load_csv
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize.__main__ import main
-
-
-def told(capsys, *arguments) -> dict:
-    """What `visualize schedule ... --json -` says, and that it says nothing else."""
-    assert main(["schedule", *map(str, arguments), "--json", "-"]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    return json.loads(printed.out)
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 2, 2), (4, 8, 2), (4, 8, 3), (8, 16, 2)])

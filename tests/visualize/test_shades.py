@@ -1,4 +1,4 @@
-"""Colours, units and words that all pictures share, with values known from elsewhere."""
+"""Colours, units and words that all pictures share: their values are known or reckoned by hand."""
 
 import pytest
 from matplotlib import rc_context
@@ -28,9 +28,12 @@ from visualize.timeline import time_unit
 def test_unknown_names_take_the_free_colours_in_turn():
     expected = [GREY, SKY, VERMILION, YELLOW, PURPLE, GREEN, GREY, GREY]
     assert colours("hgfedcba") == dict(zip("abcdefgh", expected, strict=True))
-    order = ["forward", "backward", "optimizer", "all_reduce", "alpha", "zeta"]
+
+
+def test_known_names_keep_their_colours_and_come_first():
     chosen = colours(["zeta", "all_reduce", "optimizer", "alpha", "backward", "forward"])
-    assert list(chosen) == order and [chosen["alpha"], chosen["zeta"]] == [GREY, VERMILION]
+    assert list(chosen) == ["forward", "backward", "optimizer", "all_reduce", "alpha", "zeta"]
+    assert [chosen["alpha"], chosen["zeta"]] == [GREY, VERMILION]
 
 
 @pytest.mark.parametrize(
@@ -62,10 +65,16 @@ def test_bytes_have_four_digits_or_three_below_one():
     assert [byte_label(value) for value in (0, 1, 1023, 1024, 1234567, 3 * 2**30)] == [
         "0 B", "1 B", "1023 B", "1 KiB", "1.177 MiB", "3 GiB",
     ]  # fmt: skip
+
+
+def test_bytes_in_a_given_unit_have_as_many_digits():
     unit = ("KiB", 1024)
     assert [byte_label(value, unit) for value in (100.5, 1023.9, 1265, 2**20)] == [
         "0.0981 KiB", "1 KiB", "1.235 KiB", "1024 KiB",
     ]  # fmt: skip
+
+
+def test_a_unit_of_bytes_is_the_largest_that_fits():
     assert [byte_unit(value) for value in (0, -1023, -1024, 2**20)] == [
         ("B", 1), ("B", 1), ("KiB", 1024), ("MiB", 2**20),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a file may say: each number has its least value, and a file with another one is refused."""
+"""Claims about what a file may say: each number has its least value, and a file with a smaller one is refused."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from visualize.plan import read_plan
 
 
 def changed(data, value, *keys):
-    """A copy of JSON data with another value at a place."""
+    """Copy JSON data, with another value at a place."""
     copy = json.loads(json.dumps(data))
     inner = copy
     for key in keys[:-1]:
@@ -67,7 +67,7 @@ def test_a_plan_without_names_or_plans_is_refused(write, place):
 
 
 def test_a_layout_measured_once_is_read(write):
-    """All its times are equal, and the least number is 1e-9, since the axes are logarithmic."""
+    """Its times are all equal. The least value is 1e-9, since the axes are logarithmic."""
     row = layouts()[0] | dict.fromkeys(("seconds_min", "seconds", "seconds_max"), 0.5)
     row |= {"predicted_seconds": 1e-9}
     assert read_layouts(write("rows.json", [row])) == [row]
@@ -95,30 +95,41 @@ def test_a_benchmark_says_which_row_is_wrong(write, rows, line):
 
 
 def test_a_comparison_is_read_in_the_order_of_its_steps(write):
+    ratios = {"a": 0.5, "b": 1}
+    read = read_comparison(write("c.json", {"ratios": {"10": ratios, "9": ratios}}))
+    assert list(read) == [9, 10] and list(read[9]) == ["a", "b"]
+
+
+def test_a_ratio_may_be_infinite_undefined_or_missing(write):
     """JSON has texts for the numbers that it lacks."""
     ratios = {"a": 0.5, "b": "Infinity", "c": "NaN", "d": None, "e": 0, "f": 1}
-    read = read_comparison(write("c.json", {"ratios": {"10": ratios, "9": ratios}}))
-    assert list(read) == [9, 10] and list(read[9]) == list("abcdef")
-    assert [read[9][name] for name in "abdef"] == [0.5, math.inf, None, 0.0, 1.0] and math.isnan(read[10]["c"])
+    read = read_comparison(write("c.json", {"ratios": {"10": ratios}}))[10]
+    assert list(read) == list("abcdef")
+    assert math.isnan(read.pop("c"))
+    assert read == {"a": 0.5, "b": math.inf, "d": None, "e": 0.0, "f": 1.0}
 
 
 @pytest.mark.parametrize(
     ("ratio", "said"), [("much", "'much' is not a number"), (-1, "-1 is not between 0 and 1e+18"), ([], "[] is not a")]
 )
-def test_a_comparison_says_which_ratio_is_none(write, ratio, said):
+def test_a_comparison_says_which_value_is_no_ratio(write, ratio, said):
     with pytest.raises(UsageError) as raised:
         read_comparison(write("c.json", {"ratios": {"0": {"a": ratio}}}))
     assert said in str(raised.value) and str(raised.value).endswith("not written by minipar.compare --json")
 
 
 def test_a_number_is_from_its_least_to_1e18():
-    assert [style.number(value) for value in (-1e18, 0, 1e18)] == [-1e18, 0.0, 1e18] and style.number(3, 3) == 3.0
+    assert [style.number(value) for value in (-1e18, 0, 1e18)] == [-1e18, 0.0, 1e18]
+    assert style.number(3, 3) == 3.0
     for value in (-1.5e18, 1.5e18, float("nan")):
         with pytest.raises(ValueError, match=r"is not between -1e\+18 and 1e\+18"):
             style.number(value)
-    for value in (True, "1", None):
-        with pytest.raises(TypeError, match="is not a number"):
-            style.number(value)
+
+
+@pytest.mark.parametrize("value", [True, "1", None])
+def test_a_truth_value_a_text_and_none_are_no_numbers(value):
+    with pytest.raises(TypeError, match="is not a number"):
+        style.number(value)
 
 
 def test_a_message_of_no_bytes_and_a_slice_of_no_time_are_read():
@@ -143,13 +154,14 @@ def test_a_trace_in_which_nothing_takes_time_is_refused(write, capsys):
 # ---- files that cannot be read ---------------------------------------------------------------------------------------
 
 
-def test_a_file_of_16_mib_is_announced_and_a_smaller_one_is_not(tmp_path, capsys):
+@pytest.mark.parametrize(("size", "announced"), [(2**24 - 1, False), (2**24, True)])
+def test_a_file_of_16_mib_is_announced_and_a_smaller_one_is_not(size, announced, tmp_path, capsys):
     path = tmp_path / "long.json"
-    for size, said in ((2**24 - 1, ""), (2**24, f"visualize: reading 17 MB from {path}, which can take minutes\n")):
-        with open(path, "wb") as file:
-            file.truncate(size)  # a hole: it takes no space
-        assert len(style.read_text(str(path))) == size
-        assert capsys.readouterr().err == said
+    with open(path, "wb") as file:
+        file.truncate(size)  # nothing is written, so that the file takes no space
+    assert len(style.read_text(str(path))) == size
+    said = f"visualize: reading 17 MB from {path}, which can take minutes\n" if announced else ""
+    assert capsys.readouterr().err == said
 
 
 def test_a_file_may_have_just_as_many_bytes_as_are_allowed(write):
@@ -160,17 +172,21 @@ def test_a_file_may_have_just_as_many_bytes_as_are_allowed(write):
     assert str(raised.value) == f"{path} cannot be read: 3 bytes are more than 2; write less"
 
 
-def test_a_file_that_is_no_text_or_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+def test_a_file_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "x.json"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError) as raised:
         style.read_json(str(path))
     assert str(raised.value) == f"{path} is not a text file"
 
+
+def test_a_file_that_a_broken_disk_holds_is_refused(write, monkeypatch):
+    path = write("x.json", "{}")
+
     def read_text(self, **options):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("pathlib.Path.read_text", read_text)
     with pytest.raises(UsageError) as raised:
-        style.read_json(str(path))
+        style.read_json(path)
     assert str(raised.value) == f"{path} cannot be read: Input/output error"
