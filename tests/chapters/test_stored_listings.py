@@ -17,7 +17,9 @@ def stored_listings(chapter):
     """Yield the name, the text and the HTML of each listing that a notebook has kept."""
     for cell in json.loads(chapter.read_text(encoding="utf-8"))["cells"]:
         for output in cell.get("outputs", ()):
-            text, html = ("".join(output.get("data", {}).get(kind, "")) for kind in ("text/plain", "text/html"))
+            data = output.get("data", {})
+            text = "".join(data.get("text/plain", ""))
+            html = "".join(data.get("text/html", ""))
             named = LISTING.match(text)
             if html and named is not None:
                 yield named[1], text, html

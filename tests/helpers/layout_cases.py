@@ -1,15 +1,14 @@
-"""Layouts that no search has chosen, judged and reported: what the planner's report says of each, as text.
+"""Layouts that no search has chosen, and the planner's report of each as text.
 
 `PYTHONPATH=tests/helpers python -m layout_cases` writes tests/plan/recorded/layouts again: look at the difference
 before it is committed.
 """
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from plan_cases import rounded
+from plan_cases import json_lines
 from planning import layout
 
 from minipar.plan.cluster import GPUS, Cluster
@@ -29,7 +28,7 @@ SMALL = ModelShape(12, 64, 4, 131, 16)
 
 @dataclass(frozen=True)
 class Case:
-    """Layouts of as many GPUs and samples, and what their report needs."""
+    """Layouts that all have the same number of GPUs and of samples, and what their report needs."""
 
     model: ModelShape
     layouts: list[Layout]
@@ -41,7 +40,8 @@ class Case:
     space: SearchSpace = field(default_factory=SearchSpace)
 
 
-def mixtral(**given: Any) -> Layout:
+def two_microbatches(**given: Any) -> Layout:
+    """Make a layout of two microbatches in bf16 with sequence parallelism."""
     return layout(microbatches=2, sequence_parallel=True, **BF16, **given)
 
 
@@ -98,12 +98,12 @@ CASES = {
     "experts": Case(
         find_model("mixtral-8x7b"),
         [
-            mixtral(dp=2, tp=4, ep=2, etp=2, zero=1),
-            mixtral(dp=2, tp=4, ep=8, etp=1, zero=3, recompute="full"),
-            mixtral(dp=2, tp=4, ep=2, zero=2, cp_order="contiguous"),
-            mixtral(dp=2, cp=2, tp=2, ep=4, etp=1, context_parallel="all-gather"),
-            mixtral(dp=2, cp=4, ep=4, zero=1, cp_order="contiguous"),
-            mixtral(dp=2, pp=4, ep=2, zero=1),
+            two_microbatches(dp=2, tp=4, ep=2, etp=2, zero=1),
+            two_microbatches(dp=2, tp=4, ep=8, etp=1, zero=3, recompute="full"),
+            two_microbatches(dp=2, tp=4, ep=2, zero=2, cp_order="contiguous"),
+            two_microbatches(dp=2, cp=2, tp=2, ep=4, etp=1, context_parallel="all-gather"),
+            two_microbatches(dp=2, cp=4, ep=4, zero=1, cp_order="contiguous"),
+            two_microbatches(dp=2, pp=4, ep=2, zero=1),
         ],
         gpu="h100",
         per_host=4,
@@ -113,9 +113,9 @@ CASES = {
     "minipar_experts": Case(
         find_model("mixtral-8x7b"),
         [
-            mixtral(dp=2, tp=4, ep=2, etp=2, zero=1),
-            mixtral(dp=2, cp=4, ep=8, zero=3),
-            mixtral(dp=2, cp=2, tp=2, ep=2, etp=2, context_parallel="ulysses"),
+            two_microbatches(dp=2, tp=4, ep=2, etp=2, zero=1),
+            two_microbatches(dp=2, cp=4, ep=8, zero=3),
+            two_microbatches(dp=2, cp=2, tp=2, ep=2, etp=2, context_parallel="ulysses"),
         ],
         program="minipar",
         gpu="h200",
@@ -203,10 +203,7 @@ def reported(case: Case) -> str:
         evidence=program.evidence,
     )
     result = SearchResult(plans=plans, examined=1234, fitting=987, meshes=meshes)
-    lines = [as_text(request, result)]
-    for key, value in rounded(as_json(request, result)).items():
-        parts = value if isinstance(value, list) else [value]
-        lines += [f"{key}: {json.dumps(part)}" for part in parts]
+    lines = [as_text(request, result), *json_lines(as_json(request, result))]
     return "\n".join(lines) + "\n"
 
 

@@ -135,14 +135,14 @@ def as_text(figure: Figure) -> str:
 
 
 def trace(ranks, steps, **sizes):
-    """A trace made by hand, on a mesh of these sizes."""
+    """Make a trace by hand, on a mesh of these sizes."""
     data = chrome(ranks, steps)
     data["otherData"]["mesh"] = sizes
     return timeline.parse_trace(data)
 
 
 def traffic(steps, **sizes):
-    """The traffic of a ring on each axis and of a message to the next stage."""
+    """Make the traffic of a ring on each axis and of a message to the next stage."""
 
     def program(comm, path):
         places = DeviceMesh(comm, **sizes)
@@ -165,14 +165,14 @@ def traffic(steps, **sizes):
 
 
 def moments(count):
-    """A ledger: activations grow and go, a buffer comes and goes, and the optimizer's state stays."""
+    """Make a ledger: activations grow and go, a buffer comes and goes, and the optimizer's state stays."""
     forward = [("forward", (4096, 4096, 8192, 2048 * i, 0)) for i in range(3)]
     backward = [("backward", (4096, 4096, 8192, 5000, 1024)), ("backward", (4096, 4096, 8192, 3000, 0))]
     return [*forward, *backward, ("optimizer", (4096, 4096, 8192, 0, 0))] * count
 
 
 def search():
-    """What the planner writes, as far as it is drawn."""
+    """Make what the planner writes, as far as it is drawn."""
     plans = []
     for dp, tp, seconds in ((4, 1, 1.0), (2, 2, 1.1), (1, 4, 1.5)):
         times = {name: seconds / (2 + i) / 2 for i, name in enumerate(plan.TIME)}
@@ -260,7 +260,7 @@ def ring():
 
 
 def layouts():
-    """Rows of `bench layouts --machine`."""
+    """Make rows of `bench layouts --machine`."""
     row = {"dp": 1, "tp": 1, "pp": 1, "zero_stage": 0, "schedule": None, "sequence_parallel": False}
     row |= {"recompute": "none", "microbatches": 1, "seconds": 0.5, "seconds_min": 0.4, "seconds_max": 0.7}
     row |= {"predicted_seconds": 0.55, "peak_bytes": 4_000_000, "predicted_bytes": 3_000_000}
@@ -268,7 +268,7 @@ def layouts():
 
 
 def schedules():
-    """Two simulated schedules, one with messages that take time."""
+    """Simulate two schedules, one with messages that take time."""
     times = Durations(Fraction(1), Fraction(2), Fraction(1, 2), Fraction(1, 4))
     return {"zb-h1": simulate(make("zb-h1", 3, 4), times), "interleaved-1f1b": simulate(make("interleaved-1f1b", 2, 4))}
 

@@ -55,6 +55,15 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
+def json_lines(value: dict[str, Any]) -> list[str]:
+    """Write the JSON of a report: a line for each key, or for each part of its list."""
+    lines = []
+    for key, each in rounded(value).items():
+        parts = each if isinstance(each, list) else [each]
+        lines += [f"{key}: {json.dumps(part)}" for part in parts]
+    return lines
+
+
 def answer(question: str) -> str:
     """Return the exit code, what is printed, and the JSON, of which a plan and each part have a line."""
     printed, errors, output = io.StringIO(), io.StringIO(), io.StringIO()
@@ -64,9 +73,7 @@ def answer(question: str) -> str:
     if code == 0:
         with contextlib.redirect_stdout(output):
             main([*question.split(), "--json", "-"])
-        for key, value in rounded(json.loads(output.getvalue())).items():
-            parts = value if isinstance(value, list) else [value]
-            lines += [f"{key}: {json.dumps(part)}" for part in parts]
+        lines += json_lines(json.loads(output.getvalue()))
     return "\n".join(lines) + "\n"
 
 

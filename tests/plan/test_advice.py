@@ -12,12 +12,15 @@ from minipar.plan.layout import PRECISIONS
 from minipar.plan.model import find_model
 from minipar.plan.space import Question, SearchSpace
 
-GPT2, LLAMA, MIXTRAL = (find_model(name) for name in ("gpt2", "llama-7b", "mixtral-8x7b"))
+GPT2 = find_model("gpt2")
+LLAMA = find_model("llama-7b")
+MIXTRAL = find_model("mixtral-8x7b")
 
 
 def asked(monkeypatch, question, nbytes=1e15):
-    """Return what nothing_fits says if every layout needs so many bytes, and what the questions after the first change:
-    a field of the search and its value, or the number of GPUs.
+    """Return what nothing_fits says if every layout needs `nbytes`, and what it asks.
+
+    Each question after the first gives (a changed field of the search, its value), or ("gpus", their number).
     """
     found = []
 
@@ -37,30 +40,32 @@ def asked(monkeypatch, question, nbytes=1e15):
 def test_where_nothing_is_fixed_only_ep_and_gpus_are_tried(monkeypatch):
     """The search itself has tried every other choice."""
     words, found = asked(monkeypatch, Question(MIXTRAL, a100s(8), 64, 4096, SearchSpace()))
-    assert found == [*[("ep", ep) for ep in (1, 2, 4, 8)], *[("gpus", 8 * n) for n in (2, 4, 8, 16, 32, 64)]]
-    assert words == "nothing fits in 73.6 GB per GPU: the least is 1000000.0 GB (" + str(layout(dp=8)) + "). " + (
+    more_gpus = [("gpus", 8 * n) for n in (2, 4, 8, 16, 32, 64)]
+    assert found == [("ep", 1), ("ep", 2), ("ep", 4), ("ep", 8), *more_gpus]
+    assert words == (
+        f"nothing fits in 73.6 GB per GPU: the least is 1000000.0 GB ({layout(dp=8)}). "
         "What would fit: a GPU of 1086957 GB"
     )
     _, dense = asked(monkeypatch, Question(GPT2, a100s(8), 64, 1024, SearchSpace()))
-    assert dense == [("ep", 1), *found[4:]]
+    assert dense == [("ep", 1), *more_gpus]
 
 
 def test_each_fixed_choice_is_given_up_by_itself(monkeypatch):
-    """From the least change to the largest, and only to what the sequence and the number of GPUs allow."""
+    """Changes go from the least to the largest, and only to what the sequence and the number of GPUs allow."""
     fixed = SearchSpace(
         zero=0, zero_replicas=2, recompute="none", pp=3, cp=2, ep=3, etp=2, precision=PRECISIONS["bf16"]
     )
     _, found = asked(monkeypatch, Question(MIXTRAL, Cluster(GPUS["a100"], 6, 6), 64, 3 * 8192, fixed))
     assert found == [
-        *[("zero", stage) for stage in (1, 2, 3)],
+        ("zero", 1), ("zero", 2), ("zero", 3),
         ("zero_replicas", 1),
-        *[("recompute", kind) for kind in ("selective", "full")],
-        *[("pp", pp) for pp in (1, 2, 6)],
-        *[("cp", cp) for cp in (1, 3)],
-        *[("ep", ep) for ep in (1, 2, 4, 8)],
+        ("recompute", "selective"), ("recompute", "full"),
+        ("pp", 1), ("pp", 2), ("pp", 6),
+        ("cp", 1), ("cp", 3),
+        ("ep", 1), ("ep", 2), ("ep", 4), ("ep", 8),
         ("etp", 1),
         *[("gpus", 6 * n) for n in (2, 4, 8, 16, 32, 64)],
-    ]
+    ]  # fmt: skip
 
 
 def test_more_gpus_fill_hosts_or_share_one(monkeypatch):
@@ -69,7 +74,7 @@ def test_more_gpus_fill_hosts_or_share_one(monkeypatch):
 
 
 def test_what_is_just_usable_is_enough(monkeypatch):
-    """Exactly the usable bytes of this GPU and of others; of each kind of change only the least is said."""
+    """A layout may need exactly the usable bytes. Of each kind of change only the least is said."""
     cluster = a100s(8)
     cluster = replace(cluster, assumptions=replace(cluster.assumptions, memory_used=0.5))
     sizes = {"small": 79e9, "same": 80e9, "large": 81e9}
@@ -83,16 +88,23 @@ def test_what_is_just_usable_is_enough(monkeypatch):
     )
 
 
+ON_EIGHT = Question(LLAMA, a100s(8), 8, 2048, SearchSpace(tp=1, pp=1, zero=(0, 3), recompute="none", microbatch=1))
+
+
 def test_the_least_memory_is_that_of_the_smallest_layout():
-    """Of layouts that need as much it is the first; without any it is infinite."""
-    space = SearchSpace(tp=1, pp=1, zero=(0, 3), recompute="none", microbatch=1)
-    question = Question(LLAMA, a100s(8), 8, 2048, space)
-    nbytes, smallest = least_memory(question)
+    nbytes, smallest = least_memory(ON_EIGHT)
     assert (smallest.zero, smallest.dp) == (3, 8) and nbytes < 80e9
-    assert least_memory(replace(question, space=replace(space, microbatch=None)))[0] == nbytes
+    any_microbatch = replace(ON_EIGHT.space, microbatch=None)
+    assert least_memory(replace(ON_EIGHT, space=any_microbatch))[0] == nbytes
+
+
+def test_of_layouts_that_need_as_much_the_first_is_the_smallest():
     same = Question(GPT2, a100s(2), 4, 64, SearchSpace(dp=1, pp=2, microbatch=1, recompute="none"))
     assert least_memory(same)[1].schedule == "1f1b"
-    assert least_memory(replace(question, global_batch=7)) == (float("inf"), None)
+
+
+def test_without_any_layout_the_least_memory_is_infinite():
+    assert least_memory(replace(ON_EIGHT, global_batch=7)) == (float("inf"), None)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The planner's flags: which it needs, what each refuses in which words, and sizes at the edge of what it accepts."""
+"""Claims about the planner's flags: which it needs, which words refuse a value, and the largest sizes that it takes."""
 
 import json
 
@@ -12,7 +12,7 @@ NEEDED = "--model gpt2 --gpus 8 --gpu a100 --global-batch 16 --seq-len 1024".spl
 
 
 def refused(capsys, *words):
-    """Return the line that these words get."""
+    """Return the line that refuses a command line."""
     assert main(words) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -20,16 +20,20 @@ def refused(capsys, *words):
 
 
 def space_of(*words):
+    """Return what is searched with these flags besides those that are needed."""
     return read_request(parser().parse_args([*NEEDED, *words])).space
 
 
 def test_five_flags_are_needed(capsys):
     needed = "the following arguments are required: --model, --gpus, --gpu, --global-batch, --seq-len"
     assert refused(capsys) == needed
-    for flag in NEEDED[::2]:
-        place = NEEDED.index(flag)
-        rest = NEEDED[:place] + NEEDED[place + 2 :]
-        assert refused(capsys, *rest) == f"the following arguments are required: {flag}"
+
+
+@pytest.mark.parametrize("flag", NEEDED[::2])
+def test_a_needed_flag_that_is_missing_is_named(flag, capsys):
+    place = NEEDED.index(flag)
+    rest = NEEDED[:place] + NEEDED[place + 2 :]
+    assert refused(capsys, *rest) == f"the following arguments are required: {flag}"
 
 
 WHOLE = "whole number from 1 up"
@@ -95,14 +99,15 @@ def test_a_size_is_refused_beyond_the_largest(flag, most, capsys):
 
 def test_without_flags_all_is_searched():
     space = space_of()
-    assert (space.zero, space.zero_replicas, space.cp_order, space.sequence_parallel) == (
-        (0, 1, 2, 3),
-        1,
-        "zigzag",
-        None,
-    )
+    assert space.zero == (0, 1, 2, 3)
+    assert space.zero_replicas == 1
+    assert space.cp_order == "zigzag"
+    assert space.sequence_parallel is None
     assert [space.dp, space.tp, space.pp, space.microbatch, space.recompute, space.schedule] == [None] * 6
     assert [space.cp, space.context_parallel, space.ep, space.etp] == [None] * 4
+
+
+def test_a_host_has_eight_gpus_without_a_flag():
     assert parser().parse_args(NEEDED).gpus_per_node == 8
 
 
@@ -111,7 +116,7 @@ def test_all_zero_stages_can_be_given():
 
 
 def test_axes_of_one_rank_refuse_only_their_own_flags():
-    """cp 2 has an order, pp 2 a schedule, tp 2 sequence parallelism, and etp may be all of tp without it."""
+    """An order needs cp 2, a schedule pp 2, sequence parallelism tp 2. Without that, etp may be as large as tp."""
     assert space_of("--cp", "1,2", "--cp-order", "contiguous").cp_order == "contiguous"
     assert space_of("--pp", "2", "--schedule", "gpipe").schedule == "gpipe"
     assert space_of("--tp", "2", "--sequence-parallel", "on").sequence_parallel is True
@@ -121,15 +126,16 @@ def test_axes_of_one_rank_refuse_only_their_own_flags():
     assert space_of("--etp", "2,4").etp == (2, 4)
 
 
-def test_a_named_model_learns_as_many_positions_as_it_needs():
-    for name, length, positions in (
-        ("GPT2", 4096, 4096),
-        ("gpt2", 1025, 1025),
-        ("gpt2", 1024, 1024),
-        ("gpt2", 8, 1024),
-    ):
-        asked = read_request(parser().parse_args(["--model", name, *NEEDED[2:-1], str(length)]))
-        assert asked.model.positions == positions and asked.model.layers == 12
+@pytest.mark.parametrize(
+    ("name", "length", "positions"),
+    [("GPT2", 4096, 4096), ("gpt2", 1025, 1025), ("gpt2", 1024, 1024), ("gpt2", 8, 1024)],
+)
+def test_a_named_model_learns_as_many_positions_as_it_needs(name, length, positions):
+    asked = read_request(parser().parse_args(["--model", name, *NEEDED[2:-1], str(length)]))
+    assert asked.model.positions == positions and asked.model.layers == 12
+
+
+def test_a_llama_learns_no_positions():
     llama = read_request(parser().parse_args(["--model", "llama-7b", *NEEDED[2:]]))
     assert llama.model.positions == 0
 

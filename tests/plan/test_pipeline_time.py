@@ -81,11 +81,12 @@ def test_the_rank_of_a_stage_is_the_schedules(name, v):
     assert actions.stages == 4 * one.stages_per_rank
 
 
-def test_the_moments_of_a_step_by_hand():
+def test_the_moments_of_a_step_are_those_found_by_hand():
     """F is 1 and B 2, so that with two ranks and two microbatches of 1F1B the first rank's step is FF--BB-BB."""
-    step = simulate_exactly("1f1b", 2, 2, 1, (StageTime(1, 1, 1), StageTime(1, 1, 1)), 0.0)
+    times = (StageTime(1, 1, 1), StageTime(1, 1, 1))
+    step = simulate_exactly("1f1b", 2, 2, 1, times, 0.0)
     assert (step.makespan, step.gradients_begin, step.ranks_end) == (9.0, (7.0, 5.0), (9.0, 7.0))
-    split = simulate_exactly("zb-h1", 2, 2, 1, (StageTime(1, 1, 1), StageTime(1, 1, 1)), 0.0)
+    split = simulate_exactly("zb-h1", 2, 2, 1, times, 0.0)
     assert (split.makespan, split.gradients_begin, split.ranks_end) == (7.0, (6.0, 6.0), (7.0, 7.0))
 
 
@@ -99,7 +100,7 @@ def test_a_message_that_blocks_no_rank_delays_the_next_stage():
     [(4, 12, [12]), (4, 13, [13]), (4, 16, [8, 12]), (4, 33, [9, 13]), (4, 35, [11, 15]), (2, 7, [7]), (2, 9, [5, 7])],
 )
 def test_a_step_is_simulated_whole_up_to_three_rounds(p, m, lengths, monkeypatch):
-    """A longer one at two rounds and at three, next to what is left of m."""
+    """A longer step is simulated with two and with three rounds of microbatches, and what is left of m."""
     simulated_lengths = []
     real = pipeline_time.simulate_exactly
 

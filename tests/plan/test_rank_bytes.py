@@ -66,8 +66,8 @@ def test_microbatches_in_flight_are_the_schedules_own(name, p, m):
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
-def test_of_interleaved_stages_all_ranks_are_the_schedules_own(v):
-    """The first rank holds most, the last least: also where each rank has a single stage."""
+def test_interleaved_stages_hold_what_the_schedule_holds(v):
+    """The first rank holds most and the last least, also where each rank has a single stage."""
     one = layout(pp=4, microbatches=16, schedule="interleaved-1f1b", virtual_stages=v)
     live = [peak_live(actions) for actions in make("interleaved-1f1b", 4, 16, v).ranks]
     assert (in_flight(one) * v, in_flight_last(one) * v) == (live[0], live[-1])
@@ -76,8 +76,12 @@ def test_of_interleaved_stages_all_ranks_are_the_schedules_own(v):
 
 
 def test_without_ep_no_rows_travel():
+    assert expert_bytes(find_model("mixtral-8x7b"), layout(), 64) == (0, 0)
+    assert expert_bytes(GPT3, layout(), 64) == (0, 0)
+
+
+def test_rows_of_two_experts_travel_from_each_token_of_a_rank():
     model = find_model("mixtral-8x7b")
-    assert expert_bytes(model, layout(), 64) == expert_bytes(GPT3, layout(), 64) == (0, 0)
     assert expert_bytes(model, layout(dp=2, ep=2, tp=4, etp=2), 64) == (2 * 64 * 4096 * 2 // 4 * 2, 8 * 8)
 
 
@@ -178,7 +182,7 @@ def test_buffers_hold_logits_gradients_and_gathered_units(framework, sequence_pa
 
 @pytest.mark.parametrize(("schedule", "v", "ends"), [("1f1b", 1, 1), ("gpipe", 1, 2), ("interleaved-1f1b", 3, 5)])
 def test_a_stage_of_minipar_keeps_its_input_and_its_output(schedule, v, ends):
-    """Of the first rank all but its first stage; of GPipe's others, which hold as many microbatches, both."""
+    """The model's first stage has no input to keep. GPipe's other ranks hold as many microbatches: they keep both."""
     one = layout(tp=8, pp=4, microbatches=8, schedule=schedule, virtual_stages=v, sequence_parallel=True)
     layers = 24 * layer_activations(GPT3, one, 2048, MINIPAR.kept)
     kept = memory(GPT3, one, 2048, MINIPAR).activations

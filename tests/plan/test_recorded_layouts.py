@@ -1,4 +1,4 @@
-"""What is reported of layouts that no search would choose: every program, schedule and axis, in words and as JSON."""
+"""Reports of layouts that no search would choose have every program, schedule and axis, in words and as JSON."""
 
 import pytest
 from layout_cases import CASES, RECORDED, reported

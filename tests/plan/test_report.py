@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from planning import tables
 
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
@@ -27,18 +28,6 @@ QUESTION = "--gpus 8 --gpu h100 --global-batch 32 --seq-len 64".split()
 def printed(capsys, *argv):
     assert main(argv) == 0
     return capsys.readouterr().out
-
-
-def tables(text):
-    """The three tables: for each the words of its title, its names, and its rows of words."""
-    blocks = [block.splitlines() for block in text.split("\n\n")]
-    found = []
-    for block in blocks:
-        for place, line in enumerate(block):
-            if line.startswith("1. "):
-                rows = [each.split() for each in block[place:] if re.match(r" *\d+\.", each)]
-                found.append((" ".join(block[: place - 1]), block[place - 1].split(), rows))
-    return found
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
-"""Claims about the report at its edges: what is tied, what is named, how a share is printed, and what a search has."""
+"""Claims about the report's limits: what is tied, what is named, how a share is printed, and which columns it has."""
 
 from dataclasses import replace
 
 import pytest
-from planning import a100s, layout
+from planning import a100s, layout, tables
 
 from minipar.errors import UsageError
 from minipar.plan.model import find_model
@@ -14,20 +14,39 @@ from minipar.plan.search import Candidate, SearchResult, judge
 from minipar.plan.space import SearchSpace
 from minipar.plan.step_time import StepTime
 
-GPT2, MIXTRAL = find_model("gpt2"), find_model("mixtral-8x7b")
+GPT2 = find_model("gpt2")
+MIXTRAL = find_model("mixtral-8x7b")
 ONE = judge(GPT2, layout(dp=8), a100s(8), 8, 1024)
 IDLE = StepTime(compute=1.0, tp=0.0, pp=0.0, dp=0.0, bubble=0.0, optimizer=0.0, exact=True)
 
 
 def taking(**seconds):
+    """Make a plan of one second of computation, unless other parts are given."""
     return replace(ONE, time=replace(IDLE, **seconds))
 
 
 def request_for(model=GPT2, **given):
-    program = PROGRAMS["megatron"]
-    words = {"name": "m", "gpu": "a100", "program": "megatron", "spread": 0.15, "evidence": program.evidence}
-    space = SearchSpace(**given)
-    return Request(model=model, cluster=a100s(8), global_batch=8, length=1024, space=space, **words)
+    """Ask for a model on eight GPUs; `given` are fields of the search."""
+    return Request(
+        model=model,
+        cluster=a100s(8),
+        global_batch=8,
+        length=1024,
+        space=SearchSpace(**given),
+        name="m",
+        gpu="a100",
+        program="megatron",
+        spread=0.15,
+        evidence=PROGRAMS["megatron"].evidence,
+    )
+
+
+def time_cell(plan, column):
+    """Return the word that the table of times has for a plan; its column is one of those after the total."""
+    result = SearchResult(plans=[plan], examined=1, fitting=1, meshes=[])
+    _, _, (title, names, rows) = tables(as_text(request_for(), result))
+    assert title.startswith("Time of a step")
+    return rows[0][names.index(column) + 2]  # after the plan's "1." and the total's "+-"
 
 
 def test_what_takes_exactly_the_spread_longer_is_tied():
@@ -44,42 +63,42 @@ def test_a_pipeline_and_each_longer_axis_are_less_simple():
 def test_a_tenth_of_the_gap_is_not_named_and_more_is():
     winner = taking()
     reason = why(winner, taking(compute=2.0, tp=0.125, dp=0.25, optimizer=0.1, bubble=0.025))
-    assert reason == (f"1.5 s slower (150.0%): 1 s more of {PARTS['compute']}, 0.25 s more of {PARTS['dp']}")
-    half = why(taking(tp=1.0), taking(compute=4.0, cp=0.25))
-    assert half == f"2.25 s slower (112.5%): 3 s more of {PARTS['compute']}, 0.25 s more of {PARTS['cp']}, " + (
+    assert reason == f"1.5 s slower (150.0%): 1 s more of {PARTS['compute']}, 0.25 s more of {PARTS['dp']}"
+    one_part = why(winner, taking(bubble=1.875, ep=0.0, pp=0.125))
+    assert one_part == f"2 s slower (200.0%): 1.88 s more of {PARTS['bubble']}"
+
+
+def test_what_takes_less_is_named_after_what_takes_more():
+    reason = why(taking(tp=1.0), taking(compute=4.0, cp=0.25))
+    assert reason == (
+        f"2.25 s slower (112.5%): 3 s more of {PARTS['compute']}, 0.25 s more of {PARTS['cp']}, "
         f"against 1 s less of {PARTS['tp']}"
     )
-    exactly = why(winner, taking(bubble=1.875, ep=0.0, pp=0.125))
-    assert exactly == f"2 s slower (200.0%): 1.88 s more of {PARTS['bubble']}"
-    assert why(taking(compute=0.5), taking(compute=0.5, dp=0.25)) == (
-        f"250 ms slower (50.0%): 250 ms more of {PARTS['dp']}"
-    )
+
+
+def test_a_reason_has_the_unit_of_the_winners_time():
+    reason = why(taking(compute=0.5), taking(compute=0.5, dp=0.25))
+    assert reason == f"250 ms slower (50.0%): 250 ms more of {PARTS['dp']}"
 
 
 @pytest.mark.parametrize(
     ("share", "cell"), [(0.01, "1.0%"), (0.0149, "1.5%"), (0.0099, "0.99%"), (0.5, "50.0%"), (0.00004, "0.00%")]
 )
 def test_a_share_below_one_percent_has_two_decimals(share, cell):
-    result = SearchResult(plans=[replace(ONE, mfu=share)], examined=1, fitting=1, meshes=[])
-    lines = as_text(request_for(), result).splitlines()
-    (place,) = [number for number, line in enumerate(lines) if line.startswith("Time of a step")]
-    assert lines[place + 2].split()[lines[place + 1].split().index("MFU") + 2] == cell
+    assert time_cell(replace(ONE, mfu=share), "MFU") == cell
 
 
 @pytest.mark.parametrize(("tflops", "cell"), [(9.96, "10"), (9.94, "9.9"), (10.0, "10"), (12.4, "12"), (0.123, "0.12")])
 def test_few_tflops_have_two_digits(tflops, cell):
-    result = SearchResult(plans=[replace(ONE, tflops=tflops)], examined=1, fitting=1, meshes=[])
-    lines = as_text(request_for(), result).splitlines()
-    (place,) = [number for number, line in enumerate(lines) if line.startswith("Time of a step")]
-    assert lines[place + 2].split()[lines[place + 1].split().index("TFLOP/s/GPU") + 2] == cell
+    assert time_cell(replace(ONE, tflops=tflops), "TFLOP/s/GPU") == cell
 
 
-def test_the_json_has_at_most_200_meshes():
+@pytest.mark.parametrize(("count", "shown"), [(199, 199), (200, 200), (201, 200)])
+def test_the_json_has_at_most_200_meshes(count, shown):
     mesh = Candidate(seconds=1.0, nbytes=2.0, layout=layout(dp=8))
-    for count, shown in ((199, 199), (200, 200), (201, 200)):
-        result = SearchResult(plans=[ONE], examined=count, fitting=count, meshes=[mesh] * count)
-        found = as_json(request_for(), result)
-        assert len(found["meshes"]) == shown and found["meshes"][0]["memory_bytes"] == 2.0
+    result = SearchResult(plans=[ONE], examined=count, fitting=count, meshes=[mesh] * count)
+    found = as_json(request_for(), result)
+    assert len(found["meshes"]) == shown and found["meshes"][0]["memory_bytes"] == 2.0
     assert SHOWN_MESHES == 200
 
 
@@ -97,7 +116,7 @@ def test_the_json_has_at_most_200_meshes():
     ],
 )
 def test_the_axes_that_a_search_tries_have_columns(given, cp, ep, etp):
-    """Whole experts need sequence parallelism, and tp."""
+    """Experts that are not cut need tp and sequence parallelism."""
     asked = request_for(MIXTRAL, **given)
     assert (asked.tries_cp, asked.tries_ep, asked.tries_etp) == (cp, ep, etp)
     dense = {name: value for name, value in given.items() if name != "ep"}
@@ -134,10 +153,9 @@ def test_a_programs_value_may_be_the_least_and_the_most(key, least, most, tmp_pa
         path.write_text(f'{{"{key}": {value}}}')
         assert getattr(find_program(str(path)).assumptions, key) == float(value)
     path.write_text(f'{{"{key}": {float(most) * 1.001}}}')
-    with pytest.raises(
-        UsageError, match=f"expected a value from {float(least):g} to {float(most):g}".replace("+", r"\+")
-    ):
+    with pytest.raises(UsageError) as caught:
         find_program(str(path))
+    assert f"expected a value from {float(least):g} to {float(most):g}" in str(caught.value)
 
 
 def test_a_file_without_like_lacks_what_is_named(tmp_path):
@@ -146,6 +164,10 @@ def test_a_file_without_like_lacks_what_is_named(tmp_path):
     with pytest.raises(UsageError) as caught:
         find_gpu(str(path))
     assert str(caught.value) == f'{path} lacks between, inside, memory_bandwidth, or "like": a known GPU'
+
+
+def test_a_value_that_no_gpu_has_is_refused(tmp_path):
+    path = tmp_path / "gpu.json"
     path.write_text('{"like": "a100", "colour": 1}')
     with pytest.raises(UsageError, match="no gpu has 'colour'; see cluster.py$"):
         find_gpu(str(path))

@@ -22,8 +22,14 @@ EIGHT = layout(dp=8, microbatches=8)
 
 
 def test_thousands_are_examined_and_the_shown_ones_simulated(monkeypatch):
-    exact, real = [], search.step_time
-    monkeypatch.setattr(search, "step_time", lambda *a, **k: exact.append(k.get("exact", True)) or real(*a, **k))
+    exact = []
+    real = search.step_time
+
+    def noted(*given, **options):
+        exact.append(options.get("exact", True))
+        return real(*given, **options)
+
+    monkeypatch.setattr(search, "step_time", noted)
     result = plan(GPT3, Cluster(GPUS["h100"], 4096), 4096, 2048)
     assert 1000 < result.examined < 20_000, "a search must not grow beyond what answers at once"
     assert len(result.plans) == search.TOP == sum(exact)

@@ -1,4 +1,4 @@
-"""The choices of a search, each list by itself and whole: sizes, methods, experts, shards, meshes and schedules."""
+"""Claims about each list of choices that a search tries: sizes, methods, experts, shards, meshes and schedules."""
 
 from dataclasses import replace
 
@@ -16,11 +16,13 @@ from minipar.plan.search import judge, plan
 from minipar.plan.space import SearchSpace, can_run, divisors, layouts, meshes, schedules
 from minipar.plan.step_time import StepTime
 
-GPT2, MIXTRAL = find_model("gpt2"), find_model("mixtral-8x7b")
+GPT2 = find_model("gpt2")
+MIXTRAL = find_model("mixtral-8x7b")
 FREE = SearchSpace()
 
 
 def shape(layers, **given):
+    """Make a small model of so many layers."""
     return ModelShape(layers, 64, 4, 131, 64, **given)
 
 
@@ -30,7 +32,7 @@ def test_divisors_are_whole_and_sorted():
     ]  # fmt: skip
 
 
-def test_a_rank_of_cp_has_a_ring_and_ulysses_whole_heads():
+def test_ulysses_needs_whole_heads_for_each_rank_of_cp():
     """A tp rank of Llama 3 has 32/t heads and 8/t of keys."""
     llama = find_model("llama-3-8b")
     assert FREE.context_methods(llama, 8, 1) == ["ring"]
@@ -53,12 +55,15 @@ def test_a_rank_of_cp_has_a_ring_and_ulysses_whole_heads():
     ],
 )
 def test_experts_divide_the_ranks_that_route_other_tokens(space, replicas, tp, per_host, expected):
-    """Those that share a host, unless ep is given: replicas tp/etp ranks, per_host/etp of them in each."""
+    """Those ranks share a host unless ep is given: they are replicas tp/etp, and per_host/etp of them are in a host."""
     assert space.expert_meshes(MIXTRAL, replicas, tp, per_host) == expected
 
 
-def test_without_experts_or_with_an_odd_number():
+def test_without_experts_there_is_one_choice():
     assert FREE.expert_meshes(GPT2, 8, 4, 8) == [(1, 4)]
+
+
+def test_three_experts_are_on_one_rank_or_on_three():
     three = shape(4, experts=3, top_k=1, biases=False)
     assert SearchSpace(etp=1).expert_meshes(three, 6, 2, 12) == [(1, 1), (3, 1)]
 
@@ -72,26 +77,59 @@ def test_stages_of_zero_need_ranks_and_replicas_a_stage():
 
 
 def test_choices_that_do_not_go_together_are_no_layouts():
-    assert can_run(layout(zero_replicas=2, zero=1, dp=2)) and not can_run(layout(zero_replicas=2, zero=1, dp=4, ep=2))
-    assert can_run(layout(recompute="selective")) and not can_run(layout(recompute="selective", attention="flash"))
-    assert can_run(layout(tp=2, etp=1, sequence_parallel=True)) and not can_run(layout(tp=2, etp=1))
-    assert can_run(layout(tp=2, etp=2)) and can_run(layout(tp=2, sequence_parallel=True))
+    assert not can_run(layout(zero_replicas=2, zero=1, dp=4, ep=2))
+    assert not can_run(layout(recompute="selective", attention="flash"))
+    assert not can_run(layout(tp=2, etp=1))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"zero_replicas": 2, "zero": 1, "dp": 2},
+        {"recompute": "selective"},
+        {"tp": 2, "etp": 1, "sequence_parallel": True},
+        {"tp": 2, "etp": 2},
+        {"tp": 2, "sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_choices_that_go_together_are_layouts(given):
+    assert can_run(layout(**given))
 
 
 def test_a_pipeline_may_have_as_many_stages_as_layers():
     every = list(meshes(shape(4), a100s(8), 8, SearchSpace(tp=1), 64))
     assert every == [(1, 1, 1, 8), (1, 1, 2, 4), (1, 1, 4, 2)]
+
+
+def test_a_layout_of_as_many_stages_as_layers_is_judged():
     judged = judge(GPT2, layout(pp=12, microbatches=12), Cluster(GPUS["a100"], 12, 12), 12, 64)
     assert judged.layout.pp == 12 and judged.time.exact
 
 
+WITH_CP = SearchSpace(
+    tp=2,
+    cp=2,
+    pp=1,
+    zero=(0, 1),
+    recompute="none",
+    microbatch=1,
+    context_parallel="ring",
+    attention="flash",
+    sequence_parallel=True,
+)
+
+
 def test_cp_and_experts_share_the_ranks_of_a_stage():
-    """Of 16 GPUs dp 4 and cp 2, on which two ranks of tp route other tokens if experts are whole."""
-    space = SearchSpace(tp=2, cp=2, pp=1, zero=(0, 1), recompute="none", microbatch=1, context_parallel="ring")
-    space = replace(space, attention="flash", sequence_parallel=True, ep=(1, 8))
+    """16 GPUs are dp 4, cp 2 and tp 2. Two ranks of tp route other tokens if experts are not cut."""
+    space = replace(WITH_CP, ep=(1, 8))
     found = [(one.dp, one.ep, one.expert_tp, one.zero) for one in layouts(MIXTRAL, a100s(16), 4, space, 64)]
     assert found == [(4, ep, etp, zero) for etp in (1, 2) for ep in (1, 8) for zero in (0, 1)]
-    alone = [(one.ep, one.zero) for one in layouts(MIXTRAL, a100s(4), 1, replace(space, ep=(2, 4), etp=1), 64)]
+
+
+def test_experts_lie_on_the_ranks_of_cp_and_tp_without_dp():
+    space = replace(WITH_CP, ep=(2, 4), etp=1)
+    alone = [(one.ep, one.zero) for one in layouts(MIXTRAL, a100s(4), 1, space, 64)]
     assert alone == [(2, 0), (2, 1), (4, 0), (4, 1)]
 
 
@@ -112,7 +150,7 @@ def test_cp_and_experts_share_the_ranks_of_a_stage():
         (12, 4, 3, "zb-h2", False, [("zb-h2", 1)]),
     ],
 )
-def test_schedules_that_are_possible(layers, pp, m, fixed, balanced, expected):
+def test_a_pipeline_has_the_schedules_that_fit(layers, pp, m, fixed, balanced, expected):
     assert list(schedules(shape(layers), pp, m, fixed, balanced)) == expected
     if not balanced:
         assert list(schedules(shape(layers), pp, m, fixed)) == expected
@@ -141,8 +179,8 @@ def test_a_layout_that_needs_all_usable_memory_fits():
     assert plan(GPT2, full, 4, 64, space).fitting == 1
 
 
-def test_of_layouts_as_fast_the_first_stands(monkeypatch):
-    """The least ZeRO stage, and nothing recomputed."""
+def test_the_first_of_equally_fast_layouts_is_shown(monkeypatch):
+    """The first has the least ZeRO stage, and recomputes nothing."""
     monkeypatch.setattr(search, "step_time", lambda *given, **options: StepTime(1.0, 0, 0, 0, 0, 0, True))
     first = {}
     for one in layouts(GPT2, a100s(4), 4):
@@ -152,7 +190,7 @@ def test_of_layouts_as_fast_the_first_stands(monkeypatch):
 
 
 def test_the_best_are_simulated_until_their_actions_are_too_many(monkeypatch):
-    """The first in any case; the next if those before it have no more actions than the most."""
+    """The first is simulated in any case, another one if those before it have at most as many actions as the limit."""
     space = SearchSpace(tp=1, zero=0, recompute="none", schedule="1f1b", microbatch=1)
     cluster = Cluster(GPUS["a100"], 12, 12)
     chosen = [one.layout for one in plan(GPT2, cluster, 12, 64, space, top=9).meshes if one.layout.pp > 1]
@@ -175,5 +213,8 @@ def test_actions_are_counted_as_the_schedule_makes_them(name, p, m, v):
     assert simulated_actions(one) == sum(len(rank) for rank in actions.ranks)
     long = make(name, p, 3 * p, v if v > 1 else None)
     assert simulated_actions(replace(one, microbatches=50 * p)) == sum(len(rank) for rank in long.ranks)
+
+
+def test_of_a_long_step_three_rounds_and_the_rest_are_counted():
     more = make("1f1b", 3, 10, None)
     assert simulated_actions(layout(pp=3, microbatches=100)) == sum(len(rank) for rank in more.ranks)

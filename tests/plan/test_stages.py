@@ -1,4 +1,4 @@
-"""Stages by hand: when gradients are reduced after a pipeline, and how many microbatches are followed without one."""
+"""Stages by hand: when gradients are reduced after a pipeline, and how many microbatches count without one."""
 
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ GPT2 = find_model("gpt2")
 
 
 def unit(weight, reduce):
+    """Make the times of a unit that only computes weight gradients and reduces them."""
     return UnitTime(forward=0.0, backward_input=0.0, backward_weight=weight, tp=0.0, gather=0.0, reduce=reduce)
 
 
@@ -28,8 +29,11 @@ def unit(weight, reduce):
         (0.0, 0.0, 5.0),  # the layer's 14, and a reduction
     ],
 )
-def test_the_tied_embedding_is_reduced_when_both_are_there(table, tied, late):
-    """A layer of each stage takes 1 s of weight gradients and 5 s of reduction, the embedding 1 s of reduction."""
+def test_a_tied_embedding_waits_for_both_of_its_gradients(table, tied, late):
+    """A layer takes 1 s of weight gradients and 5 s of reduction, the embedding `table` and 1 s.
+
+    Its other gradient takes `tied` seconds from the last stage.
+    """
     own = Stages(GPT2, layout(dp=2, pp=2, microbatches=4), a100s(4), 64)
     own.layers = [1, 1]
     own.units = replace(own.units, layer=unit(1.0, 5.0), embedding=unit(table, 1.0), head=unit(0.0, 0.0))
@@ -38,7 +42,7 @@ def test_the_tied_embedding_is_reduced_when_both_are_there(table, tied, late):
 
 
 def test_a_stages_backward_gathers_its_layers_and_reduces_later():
-    """Behind links that take all the time: the embedding's table is not read, and nothing is reduced yet."""
+    """The links are so slow that only gathers take time. The embedding's table is not read, and nothing reduced yet."""
     once = replace(MEGATRON, every_microbatch=False)
     cluster = a100s(8)
     slow = replace(cluster, framework=once, gpu=replace(cluster.gpu, inside=1e6))
@@ -56,8 +60,9 @@ def test_three_microbatches_are_followed(m, followed, monkeypatch):
     real = stages.overlapped
 
     def noted(*given, **options):
-        ends.append(max(real(*given, **options)))
-        return real(*given, **options)
+        moments = real(*given, **options)
+        ends.append(max(moments))
+        return moments
 
     monkeypatch.setattr(stages, "overlapped", noted)
     seconds = Stages(GPT2, layout(dp=2, microbatches=m, zero=3), a100s(2), 64).without_pipeline()

@@ -283,8 +283,9 @@ def test_pp_has_messages_and_the_tied_embedding(zero):
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_loss_and_norm_are_summed_over_the_axes_that_need_it(zero, monkeypatch):
-    """The loss over pp and dp; the norm over tp and pp, and over dp where gradients are cut."""
-    one, cluster = layout(dp=2, tp=4, pp=2, microbatches=4, zero=zero), wires(16)
+    """The loss is summed over pp and dp, the norm over tp and pp, and over dp where gradients are cut."""
+    one = layout(dp=2, tp=4, pp=2, microbatches=4, zero=zero)
+    cluster = wires(16)
     before = step_time(GPT3, one, cluster, LENGTH)
     assert before.tp > 0
     seconds = {(1, 4): 1e3, (4, 2): 2e3, (8, 2): 3e3}  # stride and size of tp, dp, pp
@@ -311,7 +312,11 @@ def test_a_rank_waits_for_every_message_between_stages():
 
 
 def test_zero_3_pays_for_every_microbatch():
-    model, cluster = find_model("megatron-7.5b"), a100s(128)
-    few, many = (layout(dp=128, microbatch=4 // m, microbatches=m, zero=3) for m in (1, 4))
-    few, many, none = (step_time(model, one, cluster, 2048).dp for one in (few, many, replace(many, zero=0)))
+    model = find_model("megatron-7.5b")
+    cluster = a100s(128)
+    one_microbatch = layout(dp=128, microbatch=4, microbatches=1, zero=3)
+    four_microbatches = layout(dp=128, microbatch=1, microbatches=4, zero=3)
+    few = step_time(model, one_microbatch, cluster, 2048).dp
+    many = step_time(model, four_microbatches, cluster, 2048).dp
+    none = step_time(model, replace(four_microbatches, zero=0), cluster, 2048).dp
     assert many > 3 * few > 0 and many > none

@@ -1,4 +1,4 @@
-"""Units of a model in closed form, where the papers' models do not go: plain and gated MLPs, copies, and the ends."""
+"""Units of a model in closed form, beyond the papers' models: plain and gated MLPs, copies, and the ends."""
 
 from dataclasses import replace
 
@@ -13,14 +13,17 @@ from minipar.plan.layout import LLAMA_3, MEGATRON_2021, MINIPAR, NANOTRON, check
 from minipar.plan.model import ModelShape, find_model
 from minipar.plan.rank_bytes import layer_activations, memory, rank_parameters
 
-GPT2, LLAMA, MIXTRAL = (find_model(name) for name in ("gpt2", "llama-2-70b", "mixtral-8x7b"))
+GPT2 = find_model("gpt2")
+LLAMA = find_model("llama-2-70b")
+MIXTRAL = find_model("mixtral-8x7b")
 LENGTH = 1024
+KEEPING = {"llama-3": LLAMA_3, "megatron-2021": MEGATRON_2021, "nanotron": NANOTRON}
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
 def test_a_gated_mlp_with_biases_has_those_of_two_products():
-    """And of the way back. By hand: h 8, f 12, V 10, one layer, two heads, one of keys."""
+    """It has f biases for gate and up each, and h for the way back. Here h is 8, f 12, V 10, with one head of keys."""
     model = ModelShape(1, 8, 2, 10, kv_heads=1, ffn=12, gated=True)
     attention = 8 * (8 + 2 * 4) + (8 + 2 * 4) + 8 * 8 + 8
     mlp = 3 * 8 * 12 + 2 * 12 + 8
@@ -30,14 +33,15 @@ def test_a_gated_mlp_with_biases_has_those_of_two_products():
     assert replace(model, norm_biases=False).parameters == model.parameters - 3 * 8
 
 
-def test_column_layers_have_their_share_of_the_matrices():
-    """q, k, v and the MLP's first of all: with one product or two, and as many experts as a token passes."""
-    qkv, inner, hidden = 8192 + 2 * 1024, 28672, 8192
+@pytest.mark.parametrize(
+    ("model", "qkv", "inner", "hidden"),
+    [(LLAMA, 8192 + 2 * 1024, 28672, 8192), (MIXTRAL, 4096 + 2 * 1024, 2 * 14336, 4096)],
+    ids=["llama", "mixtral"],
+)
+def test_column_layers_have_their_share_of_the_matrices(model, qkv, inner, hidden):
+    """They are q, k and v, and the MLP's first two products, of as many experts as a token passes."""
     whole = qkv + 2 * inner + hidden + inner
-    assert LLAMA.column_shares == (qkv / whole, 2 * inner / whole)
-    qkv, inner, hidden = 4096 + 2 * 1024, 2 * 14336, 4096
-    whole = qkv + 2 * inner + hidden + inner
-    assert MIXTRAL.column_shares == (qkv / whole, 2 * inner / whole)
+    assert model.column_shares == (qkv / whole, 2 * inner / whole)
 
 
 @pytest.mark.parametrize(("recompute", "core", "third"), [("none", 0, 0), ("selective", 1, 0), ("full", 0, 1)])
@@ -60,15 +64,19 @@ def test_an_unknown_recomputation_is_refused():
 
 def test_a_rank_has_a_head_of_keys_at_least():
     assert [LLAMA.rank_heads(tp) for tp in (1, 2, 8, 16, 64)] == [(64, 8), (32, 4), (8, 1), (4, 1), (1, 1)]
+
+
+def test_copies_give_each_rank_its_own_head_of_keys():
     assert [LLAMA.with_copies(tp).groups for tp in (1, 4, 8, 16, 64)] == [8, 8, 8, 16, 64]
-    assert GPT2.with_copies(24) == GPT2.with_copies(12) == GPT2
+    assert GPT2.with_copies(12) == GPT2
+    assert GPT2.with_copies(24) == GPT2
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
 def test_a_plain_mlp_keeps_what_each_program_says():
-    """Multiples of h for each token in 16 bits: of four programs, with flash attention and without tp."""
+    """Each of four programs keeps a multiple of h for each token, in 16 bits, with flash attention and without tp."""
     tokens = 2 * LENGTH * 768
     one = layout(attention="flash")
     kept = {name: layer_activations(GPT2, one, LENGTH, each.kept) / tokens for name, each in KEEPING.items()}
@@ -80,16 +88,16 @@ def test_a_plain_mlp_keeps_what_each_program_says():
 
 
 def test_a_gated_mlp_keeps_what_each_program_says():
-    """Multiples of h as of a plain one, queries and fewer keys, and of the MLP two or four arrays of its inner size."""
+    """It keeps multiples of h, queries and fewer keys, and two or four arrays of the MLP's inner size."""
     one = layout(attention="flash")
     qkv, hidden, inner = 8192 + 2 * 1024, 8192, 28672
     kept = {name: layer_activations(LLAMA, one, LENGTH, each.kept) for name, each in KEEPING.items()}
-    elements = {"llama-3": 3 * hidden + 2 * inner, "megatron-2021": 6 * hidden + 4 * inner}
-    elements["nanotron"] = 8 * hidden + 4 * inner
+    elements = {
+        "llama-3": 3 * hidden + 2 * inner,
+        "megatron-2021": 6 * hidden + 4 * inner,
+        "nanotron": 8 * hidden + 4 * inner,
+    }
     assert kept == {name: 2 * LENGTH * (qkv + count) for name, count in elements.items()}
-
-
-KEEPING = {"llama-3": LLAMA_3, "megatron-2021": MEGATRON_2021, "nanotron": NANOTRON}
 
 
 def test_the_libraries_buffers_are_held_beside_all_else():
@@ -124,7 +132,7 @@ def test_a_second_copy_of_gradients_is_sharded_with_them(zero):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_the_ends_send_their_own_parameters_and_no_more(pp, zero):
-    """Without a pipeline they travel together, with the embedding's. Nothing of them is summed over tp."""
+    """Without a pipeline, those of both ends travel together. None of them are summed over tp."""
     cluster = a100s(16)
     one = layout(dp=4, tp=2, pp=pp, microbatches=2, zero=zero)
     units = unit_times(GPT2, one, cluster, LENGTH)
@@ -174,11 +182,13 @@ def test_full_recomputation_launches_forward_once_more(recompute, times):
 
 
 def test_each_expert_has_two_products_of_its_own():
+    """Each product takes the time of `half_work` more. A layer has two of attention, and two of each of 4 experts."""
     one = layout(dp=2, ep=2, attention="flash")
     cluster = a100s(2)
-    work = replace(cluster, assumptions=replace(cluster.assumptions, half_work=cluster.assumptions.half_work + 1e12))
-    more = (gpu_compute(MIXTRAL, one, LENGTH, 0, c).backward_weight for c in (work, cluster))
-    assert next(more) - next(more) == pytest.approx((2 + 2 * 4) * 1e12 / cluster.product_rate, rel=1e-9)
+    more_work = replace(cluster.assumptions, half_work=cluster.assumptions.half_work + 1e12)
+    seconds = gpu_compute(MIXTRAL, one, LENGTH, 0, cluster).backward_weight
+    slower = gpu_compute(MIXTRAL, one, LENGTH, 0, replace(cluster, assumptions=more_work)).backward_weight
+    assert slower - seconds == pytest.approx((2 + 2 * 4) * 1e12 / cluster.product_rate, rel=1e-9)
 
 
 # ---- a layout's equations --------------------------------------------------------------------------------------------
@@ -194,7 +204,7 @@ def test_each_expert_has_two_products_of_its_own():
         ({"microbatch": 0, "dp": 1}, "^microbatch 0: expected at least 1$"),
     ],
 )
-def test_an_equation_that_does_not_hold_is_said(given, words):
+def test_an_equation_that_does_not_hold_is_shown(given, words):
     one = layout(sequence_parallel=True, **given)
     with pytest.raises(UsageError, match=words):
         check_layout(MIXTRAL, one, one.gpus, one.samples, 3072)

@@ -70,7 +70,8 @@ def test_the_memory_of_the_rank_that_is_asked_for_is_drawn(flags, rank, sizes, t
 
 def test_a_rank_that_is_not_in_the_ledger_is_refused(tmp_path, capsys):
     assert main(["memory", ledger(tmp_path / "x", 1, 2), "--rank", "2", "--out", "x.png"]) == 2
-    assert "--rank 2: " in (line := capsys.readouterr().err) and "has ranks 0 to 1" in line
+    line = capsys.readouterr().err
+    assert "--rank 2: " in line and "has ranks 0 to 1" in line
 
 
 # ---- large files -----------------------------------------------------------------------------------------------------
