@@ -61,7 +61,7 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/plan/compute.py",
-        "plan/test_experts.py",
+        "plan/test_experts.py plan/test_expert_search.py",
         (
             "compute: recomputation sends no tokens again",
             "ep_again = ep_forward if full_recompute",
@@ -90,13 +90,13 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/plan/rank_bytes.py",
-        "plan/test_experts.py",
+        "plan/test_experts.py plan/test_expert_search.py",
         ("bytes: ZeRO shards experts as all else", "(experts, layout.expert_shards)]", "(experts, layout.shards)]"),
         ("bytes: a token has one row", "rows = model.top_k * layout.tokens(length)", "rows = layout.tokens(length)"),
     ),
     *mistakes(
         "minipar/plan/space.py",
-        "plan/test_experts.py",
+        "plan/test_expert_search.py",
         ("search: ep leaves the host unasked", " if ep <= max(1, near)]", "]"),
     ),
     *mistakes(
