@@ -300,8 +300,10 @@ class Noting:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_attention_makes_no_array_of_another_dtype(small_blocks, monkeypatch, dtype, method, documents):
     """An array of float64 takes twice the memory of one of float32, and so does each that is computed from it."""
-    dtypes, ids = set(), np.array([[*range(11), *range(8)]] * 2)
-    x, weights = Tensor(normal(2, 19, 24).astype(dtype), requires_grad=True), normal(2, 19, 12).astype(dtype)
+    dtypes = set()
+    ids = np.array([[*range(11), *range(8)]] * 2)
+    x = Tensor(normal(2, 19, 24).astype(dtype), requires_grad=True)
+    weights = normal(2, 19, 12).astype(dtype)
     monkeypatch.setattr(module, "xp", Noting(module.xp, dtypes))
     with packed(ids if documents else None):
         y = causal_attention(x, 4, 2, method=method)

@@ -117,7 +117,7 @@ def test_a_leafs_gradient_is_a_buffer_unless_it_is_named():
 
 
 def test_gradients_on_their_way_are_activations():
-    """At the peak: two results that are saved, the gradient of the second, and that of the first."""
+    """The peak has two results that are saved, the gradient of the second, and that of the first."""
     with MemoryLedger().recording() as ledger:
         x = Tensor(DRAW(1000), requires_grad=True)
         y = x.exp().exp()
@@ -142,7 +142,7 @@ def test_a_gradient_has_the_shape_before_broadcasting(shape):
 
 
 class Doubled(Function):
-    """x + w, whose gradients are doubled: that of x arrives later, and that of w is a recipe. It notes when."""
+    """x + w with doubled gradients: that of x arrives later, and that of w is a recipe. `events` has the order."""
 
     events = []
 
@@ -164,7 +164,7 @@ class Doubled(Function):
 @pytest.mark.parametrize("x_is_a_leaf", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_a_gradient_on_its_way_arrives_after_the_weights(dtype, x_is_a_leaf):
-    """Where x is a leaf too, in the order of the inputs. Put off is the recipe alone."""
+    """Where x is a leaf too, the order is that of the inputs. Only the recipe can be put off."""
     x, w = (Tensor(np.ones(3, dtype), requires_grad=True) for _ in range(2))
     for put_off in (False, True):
         x.grad = w.grad = None

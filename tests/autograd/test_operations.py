@@ -153,8 +153,9 @@ def test_a_tensor_of_one_element_is_a_number_as_in_torch():
 
 
 def test_a_number_of_numpy_is_an_array_without_dims():
-    """As CuPy's are: NumPy's reductions give numbers, which nothing can be added to in place."""
-    for x in (Tensor(np.float64(2.5)), Tensor(np.float64(2.5), requires_grad=True) * 1.0, leaf([1.0, 1.5]).sum()):
+    """CuPy's are, but NumPy's reductions give numbers, to which nothing can be added in place."""
+    number = np.float64(2.5)
+    for x in (Tensor(number), Tensor(number, requires_grad=True) * 1.0, leaf([1.0, 1.5]).sum()):
         assert type(x.data) is np.ndarray and x.data.shape == () and x.item() == 2.5
 
 

@@ -58,9 +58,12 @@ def test_an_input_that_a_block_does_not_use_gets_nothing_from_it():
     for block_is_last in (False, True):
         x, unused = (Tensor(each, True) for each in values)
         y, z = x.exp(), unused.exp()
-        other = None if block_is_last else z * 3.0
-        block = checkpoint(lambda a, b: a * 2.0, y, z)
-        other = z * 3.0 if other is None else other
+        if block_is_last:
+            other = z * 3.0
+            block = checkpoint(lambda a, b: a * 2.0, y, z)
+        else:
+            block = checkpoint(lambda a, b: a * 2.0, y, z)
+            other = z * 3.0
         (block + other).sum().backward()
         assert np.array_equal(x.grad, 2 * np.exp(x.data)) and np.array_equal(unused.grad, 3 * np.exp(unused.data))
     alone, unused = (Tensor(each, True) for each in values)

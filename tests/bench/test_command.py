@@ -97,7 +97,7 @@ def trained(monkeypatch, losses=(3.0, 2.0), norms=(1.0, 1.0), values=(1.0, 2.0))
 
 
 def test_one_other_bit_gives_another_digest(monkeypatch):
-    """It is of every loss, every gradient norm and every parameter, in the order of their names."""
+    """The digest covers every loss, every gradient norm and every parameter, in the order of the names."""
     near = {
         "losses": (np.nextafter(3, 4), 2.0),
         "norms": (1.0, np.nextafter(1, 2)),
@@ -105,10 +105,9 @@ def test_one_other_bit_gives_another_digest(monkeypatch):
     }
     loss, digest = trained(monkeypatch)
     assert loss == 2.0 and (loss, digest) == trained(monkeypatch)
-    every = b"".join(
-        [*(np.array(pair).tobytes() for pair in ((3.0, 1.0), (2.0, 1.0))), b"a", np.array([1.0]).tobytes()]
-    )
-    assert digest == hashlib.sha256(every + b"b" + np.array([2.0]).tobytes()).hexdigest()[:8]
+    steps = np.array([3.0, 1.0]).tobytes() + np.array([2.0, 1.0]).tobytes()  # each step's loss and norm
+    parameters = b"a" + np.array([1.0]).tobytes() + b"b" + np.array([2.0]).tobytes()
+    assert digest == hashlib.sha256(steps + parameters).hexdigest()[:8]
     for name, values in near.items():
         assert trained(monkeypatch, **{name: values})[1] != digest, name
 
@@ -130,7 +129,7 @@ def test_bits_trains_on_the_layouts_own_mesh(monkeypatch):
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def test_a_collective_that_is_none_is_refused():
+def test_an_unknown_collective_is_refused():
     args = Namespace(ops="barrier,gather", sizes="1K", algorithms="auto", dtype="float32", json=None)
     line = "--ops gather: expected some of all_reduce,reduce_scatter,all_gather,all_to_all,broadcast,barrier"
     with pytest.raises(UsageError, match=f"^{line}$"):
@@ -138,7 +137,7 @@ def test_a_collective_that_is_none_is_refused():
 
 
 class Called:
-    """Rank 1 of 3, which writes down what a collective is called with."""
+    """A communicator of rank 1 of 3 that writes down what each collective is called with."""
 
     rank, size, transport = 1, 3, None
 
@@ -182,7 +181,7 @@ def test_sums_of_sums_stay_finite(op):
 
 @pytest.mark.parametrize(("ours", "theirs", "calls"), [(1e-3, 4e-3, 10), (5e-3, 1e-3, 2)])
 def test_a_collective_is_timed_in_turns_with_mpis(ours, theirs, calls, monkeypatch):
-    """After one call of each, and one more of ours, which decide how many calls a batch has."""
+    """One call of each comes first, and one more of ours; they decide how many calls a batch has."""
     clock = SimpleNamespace(now=0.0)
     turns = []
 

@@ -37,8 +37,10 @@ SIZES = "--layers 6 --hidden 16 --heads 4 --seq-len 8 --vocab-size 32 --global-b
     ],
 )
 def test_the_planner_gets_the_model(flags, expected):
-    llama = {"gated": True, "tied": False, "biases": False, "norm_biases": False} if flags else {}
-    shape = ModelShape(6, 16, 4, 32, **{"ffn": 64} | llama | expected)
+    sizes = {"ffn": 64}
+    if flags:  # both other models are built as Llama is
+        sizes |= {"gated": True, "tied": False, "biases": False, "norm_biases": False}
+    shape = ModelShape(6, 16, 4, 32, **(sizes | expected))
     assert layouts.shape_of(config_for(f"{SIZES} {flags}")) == shape
 
 
@@ -85,7 +87,7 @@ def test_the_planner_gets_when_gradients_are_summed():
 
 @pytest.mark.parametrize(("beta", "speed"), [(4e-9, 2.5e8), (0.0, float("inf"))])
 def test_the_planner_gets_one_host_with_the_measured_network(beta, speed, monkeypatch):
-    """All ranks are in it, a message takes alpha + beta*bytes, and computation and messages never share anything."""
+    """The host has all ranks, a message takes alpha + beta*bytes, and computation never slows messages down."""
     clusters = []
     monkeypatch.setattr(layouts, "step_time", lambda model, layout, cluster, length: clusters.append(cluster))
     config = config_for(f"{SIZES} --dp 4 --zero-stage 2 --microbatches 4 --sync-every-microbatch")
@@ -118,7 +120,7 @@ def run_layouts(ranks, *flags):
 
 
 def test_a_row_says_which_layout_ran(monkeypatch, capsys):
-    """Those of more ranks than there are do not run. Each message takes a second."""
+    """Layouts of more ranks than there are do not run. Each message takes a second."""
     monkeypatch.setattr(layouts, "LAYOUTS", FIVE)
     run_layouts(2, "--repeat", "1", "--network", "1", "0", "--json", "-")
     rows = json.loads(capsys.readouterr().out)
@@ -137,7 +139,7 @@ def test_a_row_says_which_layout_ran(monkeypatch, capsys):
         assert 0 < min(row["ranks_peak_bytes"]) <= max(row["ranks_peak_bytes"]) == row["peak_bytes"]
 
 
-def test_the_table_has_what_differs_between_layouts(monkeypatch, capsys):
+def test_the_table_has_columns_for_what_layouts_differ_in(monkeypatch, capsys):
     monkeypatch.setattr(layouts, "LAYOUTS", ("", "--microbatches 2"))
     run_layouts(1, "--repeat", "1")
     columns = (
@@ -266,7 +268,7 @@ def test_as_many_ranks_as_the_limit_are_modelled(monkeypatch, capsys):
 
 
 def test_the_default_cluster_is_of_a100_hosts():
-    """Their links at 0.8 of the data sheet's 300 and 25 GB/s."""
+    """The links run at 0.8 of the data sheet's 300 and 25 GB/s."""
     parser = ArgumentParser()
     layouts.add_modelled_flags(parser)
     args = parser.parse_args([])

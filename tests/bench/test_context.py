@@ -29,7 +29,7 @@ class SteadyClock(context.WaitingClock):
 
 
 def test_a_clock_counts_each_wait_once():
-    """Of a call that takes up several messages, only what each adds to the one before."""
+    """Where one call takes up several messages, each counts only for what it adds to the one before."""
     clock = SteadyClock()
     assert clock.waited == 0.0
     clock.compute(10.0)

@@ -1,4 +1,4 @@
-"""Claims about the rows of `bench machine`, from pieces and messages of which the test says how long they take."""
+"""Claims about the rows of `bench machine`: the tests say how long the pieces and the messages take."""
 
 import time
 from argparse import Namespace
@@ -63,10 +63,11 @@ def test_rows_are_constants_pieces_and_messages(ranks, monkeypatch):
     if ranks > 1:
         assert (units["message_alpha"], units["message_beta"]) == ("seconds", "seconds per byte")
     times = [1e-5 + 2e-9 * nbytes for nbytes in machine.MESSAGE_BYTES]
-    assert messages == [
+    one_way = [
         {"row": "message", "name": "one way", "bytes": nbytes, **approximately(seconds, seconds)}
         for nbytes, seconds in zip(machine.MESSAGE_BYTES, times, strict=True)
-    ] * (ranks > 1)
+    ]
+    assert messages == (one_way if ranks > 1 else [])
     (piece,) = [row for row in kept if row["name"] == "B more" and (row["samples"], row["tp"]) == (32, 8)][:1]
     shape = Shape(256, 8, 64, 32, 8)
     seconds = TRUE.seconds("B more", shape, 1e6 * 256 * 32)
@@ -78,6 +79,7 @@ def test_rows_are_constants_pieces_and_messages(ranks, monkeypatch):
         **approximately(seconds, seconds),
     }
     ratios = [row["ratio"] for row in kept if row["row"] == "piece" and not row["fitted"]]
+    assert checked
     assert ratios == pytest.approx([0.5] * len(checked) * len((*PIECES, *SUMS)), rel=1e-3)
 
 
@@ -115,7 +117,7 @@ def test_the_least_sizes_are_one_head_each_and_four_tokens(changed, line, monkey
 
 
 def test_the_even_rank_sends_first():
-    """So that the odd rank has its values, and each sends as many messages as there are round trips."""
+    """The odd rank gets its values, and both ranks send as many bytes."""
 
     def rank(comm):
         buffer = np.full(3, float(comm.rank))
@@ -171,7 +173,7 @@ def test_the_fake_group_sends_nothing_and_keeps_sizes():
 
 
 def test_the_head_and_the_embedding_start_from_zero(monkeypatch):
-    """At the norm only they have gradients, two embeddings and the last norm's weight and bias."""
+    """When the norm is taken, only the two embeddings and the last norm's weight and bias have gradients."""
     seen = []
 
     def clip(parameters, most, comm):
@@ -183,7 +185,7 @@ def test_the_head_and_the_embedding_start_from_zero(monkeypatch):
 
 
 def test_the_first_weight_gradients_of_a_step_are_written(monkeypatch):
-    """Those of the second microbatch, which is the same one here, are added to them; the head's come alone."""
+    """The second microbatch is the same one here, and its gradients are added; the head has none in the blocks."""
     models, sizes = [], []
     build = machine._build
 
@@ -218,7 +220,7 @@ def test_the_first_weight_gradients_of_a_step_are_written(monkeypatch):
 # ---- the fit ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_shape_is_one_ranks_and_has_256_tokens_by_default():
+def test_a_shape_is_that_of_one_rank_and_256_tokens_by_default():
     assert Shape(32, 4, 8, 3) == Shape(32, 4, 8, 3, tp=1, sequence_parallel=False, vocab_size=256)
 
 

@@ -120,7 +120,7 @@ def test_a_step_is_measured_on_a_sample_at_least_once(flag):
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch):
-    """And no more than there are ranks."""
+    """There are no more of them than there are ranks."""
     published = []
     monkeypatch.setattr(step.os, "sched_getaffinity", lambda process: {0, 4, 7} if process == 0 else {0})
     monkeypatch.setattr(step, "publish", lambda comm, rows, path: published.append(rows[0]["cores"]))
@@ -132,7 +132,7 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch):
 
 
 def test_each_kind_of_step_begins_without_gradients(monkeypatch):
-    """The same step again leaves the same gradients, as nothing is learned from this optimizer."""
+    """The optimizer here changes nothing, so that the same step leaves the same gradients again."""
     gradients = {}
 
     class Optimizer(AdamW):
@@ -164,12 +164,12 @@ def test_each_kind_of_step_begins_without_gradients(monkeypatch):
     [([], 4, 2, 8), (["--layers", "8", "--microbatches", "6", "--batch", "3", "--repeat", "5"], 8, 6, 3)],
 )
 def test_each_schedule_has_the_same_model_and_batch(words, layers, microbatches, batch, monkeypatch):
-    given = []
-    monkeypatch.setattr(pipeline, "measure", lambda comm, configs, repeat: given.append((configs, repeat)))
-    monkeypatch.setattr(pipeline, "publish", lambda comm, rows, path, hidden: given.append(hidden))
+    measured, columns = [], []
+    monkeypatch.setattr(pipeline, "measure", lambda comm, configs, repeat: measured.append((configs, repeat)))
+    monkeypatch.setattr(pipeline, "publish", lambda comm, rows, path, hidden: columns.append(hidden))
     run_local(2, pipeline.run, arguments(pipeline.add_arguments, *words))
-    configs, repeat = next(each for each in given if isinstance(each, tuple))
-    assert repeat == (5 if words else 3) and ["layers", "hidden", "batch"] in given
+    configs, repeat = measured[0]
+    assert repeat == (5 if words else 3) and ["layers", "hidden", "batch"] in columns
     assert list(configs) == ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1"]
     for name, config in configs.items():
         assert (config.mesh.dp, config.mesh.pp, config.mesh.schedule) == (1, 2, name)
@@ -189,7 +189,7 @@ def test_a_pipelines_time_is_that_of_its_processors(monkeypatch):
 
 def test_a_model_that_a_schedule_cannot_cut_is_refused(monkeypatch):
     monkeypatch.setattr(pipeline, "measure", lambda comm, configs, repeat: None)
-    with pytest.raises(UsageError, match="hidden 9 is not divisible by heads|hidden.*9"):
+    with pytest.raises(UsageError, match="hidden.*9"):
         run_local(2, pipeline.run, arguments(pipeline.add_arguments, "--hidden", "9"))
 
 
@@ -241,7 +241,7 @@ def test_the_simulated_bubble_is_that_of_mean_durations():
 
 
 def test_each_order_of_sums_has_the_slowest_ranks_median(monkeypatch, capsys):
-    """Rank 1 takes a second longer; the step that warms up takes 100; each order sends other sizes."""
+    """Rank 1 takes a second longer, the step that warms up takes 100 seconds, and each order sends other sizes."""
     clock = threading.local()
     taken = []
     seconds = {"ring": 2.0, "ordered": 5.0, "tree": 8.0}

@@ -1,29 +1,20 @@
 """Claims about records and `minipar.compare`: equal runs are equal in any layout, a mistake is named by its factor."""
 
-import errno
-import json
 import math
-import os
 import re
-import shutil
 
 import numpy as np
 import pytest
-from launcher import run_each
+from recorded import FACTS, MODEL, SERIAL, TEXT, times, write
 from training import config_for, trainer_for
 
 from minipar.comm import run_local
 from minipar.compare.causes import name_strips
-from minipar.compare.differences import as_text, compare, main
+from minipar.compare.differences import as_text, compare
 from minipar.compare.step_comparison import StepComparison
-from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig
 from minipar.record import Record, measure, strips
-from minipar.train.data import Tokens
 from minipar.train.recording import Recorder
 
-TEXT = Tokens(np.random.Generator(np.random.Philox(5)).integers(0, 64, 2000).astype(np.uint8), "random text", 64)
-MODEL = "--layers 4 --hidden 32 --heads 4 --seq-len 8 --vocab-size 64 --global-batch 8 --steps 3 --lr 1e-2"
 LAYOUTS = [
     "--dp 4",
     "--dp 2 --zero-stage 1 --microbatches 2",
@@ -84,26 +75,6 @@ def test_an_update_is_that_of_its_own_step(tmp_path):
 
 
 # ---- mistakes in a record --------------------------------------------------------------------------------------------
-
-SERIAL = GPT(GPTConfig(64, 8, 32, 4, 4), dtype="float64")
-FACTS = {"dtype": "float64", "dp": 3, "cp": 5, "tp": 4, "pp": 2, "microbatches": 8, "tokens": 512}
-
-
-def write(directory, change=lambda name, gradient: gradient, loss=5.0, norm=1.0, decay=0.0):
-    """Record two steps of SGD, with gradients that `change` alters."""
-    random = np.random.Generator(np.random.Philox(7))
-    before = SERIAL.state_dict()
-    written = Record(directory, before, **FACTS)
-    for step in range(2):
-        gradients = {name: random.standard_normal(values.shape) for name, values in before.items()}
-        changed = {name: change(name, gradient.copy()) for name, gradient in gradients.items()}
-        after = {name: values - 1e-2 * changed[name] - decay * values for name, values in before.items()}
-        written.step(step, loss, norm, changed, after)
-        before = after
-
-
-def times(factor, pattern=""):
-    return lambda name, gradient: gradient * factor if re.search(pattern, name) else gradient
 
 
 def part_of_rank_1(name, gradient):
@@ -170,7 +141,7 @@ def test_no_dtype_and_no_late_step_hides_a_factor(dtype, tmp_path):
 
 
 def test_a_difference_along_the_second_dim_alone_is_found():
-    """Norms are of strips along dim 0, then dim 1: here each row has the same norm in A and B, and a column has not."""
+    """Strips along dim 0 come before those along dim 1. Each row has equal norms in A and B, one column has not."""
     rows = np.array([[1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
     a, b = ({"gradient/w": rows * factor} for factor in (1.0, np.array([1.0, 1.0, 1.0, 2.0])))
     step = StepComparison(a, b, {"w": (2, 2)}, sizes={}, eps=2.0**-8, limit=1e-2)
@@ -241,8 +212,8 @@ def test_what_grows_from_rounding_is_named_with_a_test(dtype, least, tmp_path):
 
 
 @pytest.mark.parametrize(("off", "advised"), [(7e-4, True), (0.1, False)])
-def test_a_small_difference_of_first_updates_has_the_advice(off, advised, tmp_path):
-    """Gradients are equal in step 0. AdamW may make more of their rounding than the bound, but not that much."""
+def test_a_small_difference_of_first_updates_may_be_rounding(off, advised, tmp_path):
+    """Gradients are equal in step 0, and AdamW may enlarge their rounding beyond the bound, but not to a tenth."""
     random = np.random.Generator(np.random.Philox(7))
     before = SERIAL.state_dict()
     gradients = {name: random.standard_normal(values.shape) for name, values in before.items()}
@@ -280,8 +251,8 @@ def test_the_keys_bias_which_is_noise_is_no_difference(tmp_path):
 @pytest.mark.parametrize("step", [0, 2, 10**6])
 @pytest.mark.parametrize("quantity", ["loss", "grad_norm", "gradient", "update"])
 @pytest.mark.parametrize("bound", [None, 1e-3])
-def test_rounding_explains_so_much_and_of_updates_more(bound, quantity, step, tmp_path):
-    """The limit is 1000 epsilons, or the bound, and one for each step before; updates without a factor have 8 times."""
+def test_rounding_explains_more_of_an_update(bound, quantity, step, tmp_path):
+    """The limit is the bound or, without one, 1000 epsilons for each step so far, and 8 times that for an update."""
     ones = np.ones(24)
     limit = min(1000 * 2**-23 * (step + 1), 0.01) if bound is None else bound
     most = min(8 * limit, 0.01) if (quantity, bound) == ("update", None) else limit
@@ -348,104 +319,3 @@ def test_a_ranks_strips_are_recognized(ranks, groups):
     assert name_strips([False] * 20 + [True] * 4, 1, [2]).startswith("4 of 24 strips (20 to 23)"), (
         "half of v, not a rank's"
     )
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def test_exit_codes_and_json(tmp_path, capsys):
-    write(tmp_path / "a")
-    write(tmp_path / "b", times(0, "wpe"))
-    a, b, out = str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "x.json")
-    write(tmp_path / "same")
-    same = str(tmp_path / "same")
-    assert main([a, same]) == 0
-    assert capsys.readouterr().out == "compare: equal within rounding: 52 parameters, 2 steps\n"
-    (tmp_path / "same" / "step-1.npz").unlink()
-    assert main([a, same]) == 0 and "52 parameters, 1 step, of 2 in A and 1 in B" in capsys.readouterr().out
-    assert main([a, f"{b}/../a"]) == 2 and "are the same record" in capsys.readouterr().err
-    assert main([a, b]) == 1 and "B = 0 A: wpe.weight (1 of 52 parameters)" in capsys.readouterr().out
-    write(tmp_path / "near", loss=5.0 + 1e-8)
-    assert main([a, str(tmp_path / "near")]) == 1 and "  loss: B is nearly A: 5 in A" in capsys.readouterr().out
-    assert main([b, a, "--json", "-"]) == 1
-    values = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert values["differences"][0]["ratio"] == values["ratios"]["0"]["wpe.weight"] == "Infinity"
-    assert values["ratios"]["0"]["wte.weight"] is None and not values["equal"]
-    assert main([a, b, "--bound", "0.5", "--json", out]) == 1 and (tmp_path / "x.json").is_file()
-    for bound in ("1", "-0.1", "nan"):
-        assert main([a, b, "--bound", bound]) == 2 and "is outside [0, 1)" in capsys.readouterr().err
-
-
-def spoil_shape(folder):
-    content = json.loads((folder / "run.json").read_text())
-    content["shapes"]["wpe.weight"] = [9, 32]
-    (folder / "run.json").write_text(json.dumps(content))
-
-
-BAD = {
-    "no directory": (lambda folder: shutil.rmtree(folder), "there is no record in "),
-    "no record": (lambda folder: (folder / "run.json").unlink(), "there is no record in "),
-    "no JSON": (lambda folder: (folder / "run.json").write_text("{"), "b is not a record: "),
-    "a list": (lambda folder: (folder / "run.json").write_text("[]"), "b is not a record: "),
-    "another model": (spoil_shape, "different models: wpe.weight is (8, 32) in A, (9, 32) in B"),
-    "no step": (lambda folder: [path.unlink() for path in folder.glob("*.npz")], "is a record without a step"),
-    "a pipe": (
-        lambda folder: [(folder / "step-0.npz").unlink(), os.mkfifo(folder / "step-0.npz")],
-        "step-0.npz is not a file",
-    ),
-    "half a file": (lambda folder: (folder / "step-0.npz").write_bytes(b"PK\3\4abc"), "step-0.npz is not a step of a"),
-    "another file": (lambda folder: np.savez(folder / "step-0.npz", loss=1), "step-0.npz is not a step of a record"),
-    "a pickle": (lambda folder: np.savez(folder / "step-0.npz", loss=np.array({})), "step-0.npz is not a step of a"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_no_record_is_one_line_and_exit_code_2(name, tmp_path, capsys):
-    spoil, line = BAD[name]
-    write(tmp_path / "a")
-    write(tmp_path / "b")
-    spoil(tmp_path / "b")
-    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    printed = capsys.readouterr()
-    assert line in printed.err and printed.err.count("\n") == 1 and printed.out == ""
-
-
-def test_a_record_needs_a_new_directory(tmp_path):
-    (tmp_path / "x").touch()
-    flags = f"{MODEL} --record {tmp_path} --verify".replace("--steps 3", "--steps 1").split()
-    new = [str(tmp_path / "new") if word == str(tmp_path) else word for word in flags]
-    text = tmp_path / "text.bin"
-    text.write_bytes(np.arange(1000, dtype="<u2").__mod__(64).astype("<u2").tobytes())
-    given = [[*flags, "--data", str(tmp_path / "x")], [*new, "--data", str(text)], [*new, "--data", str(text)]]
-    refused, first, second = run_each(2, [["minipar.train", *words] for words in given])
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert first.returncode == 0 and f"{tmp_path}/new (--record)" in first.stdout, first.stderr
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["run.json", "step-0.npz"]
-    assert second.returncode == 2 and second.stderr.count("\n") == 1 and "--record" in second.stderr
-    assert "exists already: give each record a new directory" in second.stderr
-
-
-def test_a_recorder_that_is_stopped_leaves_the_trainer_as_it_was(tmp_path):
-    trainer = trainer_for(config_for(f"{MODEL} --dp 1"), TEXT)
-    callbacks = (trainer.gradient_callbacks, trainer.step_callbacks)
-    before = [list(each) for each in callbacks]
-    recorder = Recorder(trainer, str(tmp_path / "r"))
-    assert [len(each) for each in callbacks] == [1 + len(each) for each in before]
-    recorder.stop()
-    assert [list(each) for each in callbacks] == before
-
-
-def test_a_record_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
-    config = config_for(f"{MODEL} --dp 1")
-    trainer = trainer_for(config, TEXT)
-    Recorder(trainer, str(tmp_path / "r"))
-    trainer.step(0)
-
-    def fill_the_disk(path, **arrays):
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(np, "savez", fill_the_disk)
-    with pytest.raises(UsageError, match="^--record .* cannot be written: No space left on device$"):
-        trainer.step(1)
-    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["run.json", "step-0.npz"]

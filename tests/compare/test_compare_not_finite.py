@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -13,14 +12,9 @@ from minipar.errors import UsageError
 from minipar.record import Record
 from visualize import plot_comparison, read_comparison
 
+pytestmark = pytest.mark.usefixtures("warnings_are_errors")
+
 NAMES = {"w": (6, 4), "b": (4,), "scale": ()}
-
-
-@pytest.fixture(autouse=True)
-def warnings_are_errors():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 def write(directory, spoil=None, steps=3, dtype="float32", **facts):
@@ -43,7 +37,7 @@ def write(directory, spoil=None, steps=3, dtype="float32", **facts):
 
 
 def put(key, value, step=1, name=None, place=()):
-    """Return what puts a value at a place of one array, or in place of the loss or the norm, in one step."""
+    """Return a function that puts a value in one step into one array, or in place of the loss or the norm."""
 
     def spoil(now, values):
         if now != step:

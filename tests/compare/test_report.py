@@ -84,7 +84,7 @@ TIMES_DP = "summed over dp, though each rank's is already that of the global mea
     ],
 )
 def test_these_are_all_causes_of_a_ratio(quantity, ratio, expected):
-    """Of a run with dp = 3; an axis of one rank causes nothing."""
+    """The run has dp = 3, and an axis of one rank, which causes nothing."""
     assert causes(quantity, ratio, {"dp": [1, 3], "tp": [1]}) == tuple(expected)
 
 
@@ -93,7 +93,7 @@ def test_an_axis_of_one_rank_causes_nothing():
         assert causes(quantity, 1.0005, {"dp": [1], "pp": []}, 0.0) == ()
 
 
-def test_only_of_a_loss_the_difference_counts():
+def test_the_difference_counts_for_a_loss_alone():
     logarithm = "B - A = log 3 = log dp: logits that a rank has whole are gathered once more"
     assert causes("loss", 1.5, {"dp": [3]}, math.log(3)) == (logarithm,)
     assert causes("gradient", 1.5, {"dp": [3]}, math.log(3)) == ()
@@ -110,7 +110,7 @@ def write(directory, steps=(0,), factor=1.0, **facts):
 
 
 def test_the_whole_result_is_in_the_json(capsys, tmp_path):
-    """Of runs without any difference, within which even a bound of 0 is."""
+    """The runs do not differ at all, so that they are equal even within a bound of 0."""
     write(tmp_path / "a")
     write(tmp_path / "b")
     text = tmp_path / "report.json"

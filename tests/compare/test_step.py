@@ -1,7 +1,6 @@
 """Claims about one step of two records, from norms and projections that the tests write down."""
 
 import math
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +9,7 @@ import pytest
 from minipar.compare.causes import CLIPPED, MEANS, OTHER
 from minipar.compare.step_comparison import StepComparison
 
-
-@pytest.fixture(autouse=True)
-def warnings_are_errors():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+pytestmark = pytest.mark.usefixtures("warnings_are_errors")
 
 
 def arrays(gradients, updates=None, loss=5.0, grad_norm=1.0):
@@ -46,7 +40,7 @@ def test_what_is_zero_in_both_runs_is_equal():
 
 
 def test_an_update_that_a_lacks_has_an_infinite_ratio():
-    """Where no parameter has a gradient: B's weights decay."""
+    """No parameter has a gradient here, and only B's weights decay."""
     a, b = (arrays({"w": [0.0, 0.0]}, {"w": update}) for update in ([0.0, 0.0], [0.5, 0.25]))
     assert differences(a, b) == [("update", math.inf, "all parameters", ("w",))]
     assert differences(b, a) == [("update", 0.0, "all parameters", ("w",))]
@@ -87,7 +81,7 @@ def noisy(tiny, *others):
 
 @pytest.mark.parametrize(("tiny", "uncertain"), [(0.09, True), (0.11, False)])
 def test_a_ratio_is_certain_where_rounding_is_a_hundredth(tiny, uncertain):
-    """In either run: the smaller of the two gradients does not count."""
+    """It is so in either run: the smaller of the two gradients does not count."""
     for a, b in ((tiny, 0.0), (0.0, tiny)):
         assert step_of(noisy(a, 1.0), noisy(b, 1.0), eps=1e-4)._is_uncertain("gradient", "tiny") == uncertain
 
@@ -106,7 +100,7 @@ def test_parameters_of_a_group_are_in_the_models_order():
 
 
 def causes_of(r, cosine, loss=5.0):
-    """Return the causes named for a gradient of this cosine with A's, of which r times A's is the nearest."""
+    """Return the causes named for a gradient that has this cosine with A's, and to which r times A's is nearest."""
     sine = math.sqrt(1 - cosine**2)
     b = arrays({"w": [r, r * sine / cosine]}, loss=loss, grad_norm=0.0)
     found = step_of(arrays({"w": [1.0, 0.0]}), b).of_gradients(None)

@@ -2,10 +2,12 @@
 
 from mutants.mutant import mistakes
 
+RECORDS = "compare/test_compare.py compare/test_compare_command.py"
+CAUSES = "compare/test_compare_causes.py compare/test_compare_names.py"
 MUTANTS = [
     *mistakes(
         "minipar/record.py",
-        "compare/test_compare.py",
+        RECORDS,
         ("record: one direction for all parameters", "hashlib.sha256(name.encode())", "hashlib.sha256(b'')"),
         ("record: updates add up from the first step", "before[...] = parameters[name]", "pass"),
         ("record: norms are squares", "np.array([np.sqrt(squares), projections])", "np.array([squares, projections])"),
@@ -20,7 +22,7 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/compare/differences.py",
-        "compare/test_compare.py compare/test_compare_causes.py",
+        f"{RECORDS} {CAUSES}",
         ("compare: the bound grows without end", "rounding = min(1000 * eps", "rounding = max(1000 * eps"),
         ("compare: every run is equal", "return 0 if finding.equal else 1", "return 0"),
         ("compare: the sizes of A alone", "{run_a.sizes[name], run_b.sizes[name]}", "{run_a.sizes[name]}"),
@@ -31,7 +33,7 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/compare/step_comparison.py",
-        "compare/test_compare.py compare/test_compare_not_finite.py compare/test_compare_causes.py",
+        f"compare/test_compare.py compare/test_compare_not_finite.py {CAUSES}",
         ("compare: a sign is lost", "[abs(r) * measured[0], r * measured", "[abs(r) * measured[0], abs(r) * measured"),
         ("compare: noise is a difference", "64 * self.eps, 1e-3)", "0, 1e-3)"),
         ("compare: updates are never looked at", "found = self.of_updates()", "pass"),
@@ -51,7 +53,7 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/compare/causes.py",
-        "compare/test_compare.py compare/test_compare_causes.py",
+        f"{RECORDS} {CAUSES}",
         ("compare: the causes of more and less swapped", "(1 / size, f", "(size, f"),
         ("compare: parts of fused matrices are missed", "product(tps, (1, 3))", "product(tps, (1,))"),
     ),

@@ -189,7 +189,7 @@ def test_the_rate_warms_up_then_stays_or_follows_a_cosine():
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_after_the_warm_up_the_rate_is_lr_itself(schedule):
-    """To the last bit, which 0.1 * n / n is not for each n."""
+    """It is lr to the last bit, which 0.1 * n / n is not for each n."""
     for warmup in range(50):
         settings = {"lr": 0.1, "schedule": schedule, "warmup_steps": warmup, "total_steps": 100}
         assert learning_rate(warmup, **settings) == 0.1

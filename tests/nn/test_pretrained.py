@@ -107,7 +107,7 @@ def test_other_rotations_are_refused(directory, rope):
 
 @pytest.mark.parametrize("theta", [500.0, 7])
 def test_a_theta_is_read_where_transformers_5_writes_it(theta, tmp_path):
-    """In `rope_parameters`; files of version 4 have `rope_theta` alone."""
+    """Version 5 writes it in `rope_parameters`; files of version 4 have `rope_theta` alone."""
     save_pretrained(Llama(LLAMA), tmp_path)
     change(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": theta})
     assert load_config(tmp_path) == replace(LLAMA, rope_theta=theta)
@@ -125,7 +125,7 @@ def test_a_head_has_its_share_of_the_hidden_size(head_dim, tmp_path):
         load_config(tmp_path)
 
 
-def test_a_directory_may_be_a_text(tmp_path):
+def test_a_directory_may_be_given_as_a_text(tmp_path):
     save_pretrained(GPT(SMALL), f"{tmp_path}/new")
     assert load_config(f"{tmp_path}/new") == load_pretrained(f"{tmp_path}/new").config == SMALL
 

@@ -52,12 +52,19 @@ def test_every_matrix_is_drawn_by_seed_name_and_range(kind, deferred):
 def test_every_layer_rotates_with_the_configs_theta():
     model = Llama(LlamaConfig(11, 16, 12, 2, 4, 2, 6, rope_theta=50.0), dtype="float64")
     x, positions = Tensor(RANDOM.standard_normal((2, 5, 16))), np.arange(5)
+    seen = []
+
+    def attention(qkv, heads, kv_heads):
+        seen.append(qkv)
+        return qkv[..., :16]
+
     for block in model.model.layers:
-        layer, seen = block.self_attn, []
-        layer.attention = lambda qkv, heads, kv_heads, seen=seen: seen.append(qkv) or qkv[..., :16]
+        layer = block.self_attn
+        layer.attention = attention
         layer(x)
         expected = rotary(layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), positions, size=4, theta=50.0)
-        assert np.array_equal(seen[0].data, expected.data)
+        assert np.array_equal(seen.pop().data, expected.data)
+    assert seen == []
 
 
 @pytest.mark.parametrize(("kind", "where"), [("gpt2", "wte"), ("llama", "model.embed_tokens")])
@@ -157,7 +164,7 @@ def test_a_rank_of_shards_has_no_state_of_its_own():
     model = Linear(2, 3, name="layer")
     state = model.state_dict()
     model.bias.owners = [Sharding([]), Sharding([], holds_values=False)]
-    says = "^this rank holds shards of the parameters: all ranks call the wrapper's state_dict\\(\\)$"
+    says = r"^this rank holds shards of the parameters: all ranks call the wrapper's state_dict\(\)$"
     with pytest.raises(ValueError, match=says):
         model.state_dict()
     with pytest.raises(ValueError, match="^this rank holds shards of the parameters: load the state before wrapping"):
@@ -197,7 +204,7 @@ def test_sgd_decays_what_has_two_or_more_dims(momentum):
 
 
 def test_the_first_step_takes_values_that_were_loaded_before():
-    """Into a model in 2 bytes after its optimizer was made; later on the masters are the values."""
+    """A model in 2 bytes may be loaded after its optimizer was made; from the first step on the masters count."""
     parameter = Parameter(np.ones(4, "float16"))
     optimizer = AdamW([parameter], lr=2.0**-13)
     parameter.data[...] = 3
@@ -224,7 +231,7 @@ def test_adamw_squares_gradients_of_2_bytes_in_float32():
 
 @pytest.mark.parametrize(("dtype", "each"), [("float16", 12), ("float32", 8), ("float64", 16)])
 def test_the_ledger_counts_moments_and_masters(dtype, each):
-    """Two moments of each element, and of one in 2 bytes a master in float32, too."""
+    """Each element has two moments, and one in 2 bytes has a master in float32, too."""
     parameters = [Parameter(np.ones((10, 10), dtype)), Parameter(np.ones(7, dtype))]
     with MemoryLedger().recording() as ledger:
         optimizer = AdamW(parameters)
