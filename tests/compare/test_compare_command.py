@@ -45,17 +45,24 @@ def spoil_shape(folder):
     (folder / "run.json").write_text(json.dumps(content))
 
 
+def remove_steps(folder):
+    for path in folder.glob("*.npz"):
+        path.unlink()
+
+
+def put_a_pipe(folder):
+    (folder / "step-0.npz").unlink()
+    os.mkfifo(folder / "step-0.npz")
+
+
 BAD = {
-    "no directory": (lambda folder: shutil.rmtree(folder), "there is no record in "),
+    "no directory": (shutil.rmtree, "there is no record in "),
     "no record": (lambda folder: (folder / "run.json").unlink(), "there is no record in "),
     "no JSON": (lambda folder: (folder / "run.json").write_text("{"), "b is not a record: "),
     "a list": (lambda folder: (folder / "run.json").write_text("[]"), "b is not a record: "),
     "another model": (spoil_shape, "different models: wpe.weight is (8, 32) in A, (9, 32) in B"),
-    "no step": (lambda folder: [path.unlink() for path in folder.glob("*.npz")], "is a record without a step"),
-    "a pipe": (
-        lambda folder: [(folder / "step-0.npz").unlink(), os.mkfifo(folder / "step-0.npz")],
-        "step-0.npz is not a file",
-    ),
+    "no step": (remove_steps, "is a record without a step"),
+    "a pipe": (put_a_pipe, "step-0.npz is not a file"),
     "half a file": (lambda folder: (folder / "step-0.npz").write_bytes(b"PK\3\4abc"), "step-0.npz is not a step of a"),
     "another file": (lambda folder: np.savez(folder / "step-0.npz", loss=1), "step-0.npz is not a step of a record"),
     "a pickle": (lambda folder: np.savez(folder / "step-0.npz", loss=np.array({})), "step-0.npz is not a step of a"),
@@ -78,7 +85,7 @@ def test_a_record_needs_a_new_directory(tmp_path):
     flags = f"{MODEL} --record {tmp_path} --verify".replace("--steps 3", "--steps 1").split()
     new = [str(tmp_path / "new") if word == str(tmp_path) else word for word in flags]
     text = tmp_path / "text.bin"
-    text.write_bytes(np.arange(1000, dtype="<u2").__mod__(64).astype("<u2").tobytes())
+    text.write_bytes((np.arange(1000) % 64).astype("<u2").tobytes())
     given = [[*flags, "--data", str(tmp_path / "x")], [*new, "--data", str(text)], [*new, "--data", str(text)]]
     refused, first, second = run_each(2, [["minipar.train", *words] for words in given])
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
