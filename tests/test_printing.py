@@ -164,7 +164,7 @@ def test_one_rank_alone_prints(command):
     ("name", "module"), [("train", "minipar.train"), ("plan", "minipar.plan"), ("visualize", "visualize")]
 )
 def test_a_command_runs_its_module_as_the_main_program(name, module, command, monkeypatch):
-    """... which sees its own words, and its own name."""
+    """The module sees its own words and its own name."""
     ran = []
     monkeypatch.setattr(runpy, "run_module", lambda *words, **options: ran.append((words, options, list(sys.argv))))
     assert command(name, "--steps", "3") == (0, "", "")

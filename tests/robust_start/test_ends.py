@@ -7,32 +7,13 @@ import threading
 import time
 
 import pytest
+from process_end import Ended
 
 from minipar.errors import UsageError
 from minipar.robust_start import exits, interrupt, mpirun, one_line
 
 OWN, OTHER = 100, 101  # the rank's process, and one that it has forked
 WAIT = ("sleep", interrupt.FIRST_SECONDS)
-
-
-class Ended(BaseException):
-    """Raised where the process would end."""
-
-
-@pytest.fixture
-def ends(monkeypatch):
-    """What happens before a process ends, and how it ends, in order."""
-    events = []
-
-    def end(status):
-        events.append(("exit", status))
-        raise Ended
-
-    monkeypatch.setattr(exits, "_exit", end)
-    monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(mpirun, "end_job", lambda code: events.append(("job", code)))
-    monkeypatch.setattr(time, "sleep", lambda seconds: events.append(("sleep", seconds)))
-    return events
 
 
 @pytest.mark.parametrize(
@@ -48,7 +29,7 @@ def test_other_exits_are_those_of_python(process, status, code, ends, monkeypatc
 
 @pytest.mark.parametrize("status", [0, 256, 512])
 def test_an_exit_with_0_ends_the_job_with_1(status, ends, monkeypatch, capsys):
-    """... as the system counts: by the last 8 bits."""
+    """The system reads the last 8 bits of a code."""
     monkeypatch.setattr(os, "getpid", lambda: OWN)
     exits.refuse_exit_0(2)
     with pytest.raises(Ended):
@@ -146,7 +127,7 @@ def test_a_rank_of_mpich_is_connected(proxy, monkeypatch):
 
 
 def test_what_is_no_socket_is_no_connection(monkeypatch, tmp_path):
-    """As in a process that a rank has started: its PMI_FD is closed, or another file."""
+    """A process that a rank has started has such a PMI_FD: it is closed, or another file."""
     monkeypatch.setenv("HYDI_CONTROL_FD", "5")
     monkeypatch.delenv("PMI_FD", raising=False)
     assert mpirun.connected() is False

@@ -6,27 +6,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from process_end import Ended
 
 from minipar.errors import UsageError
 from minipar.robust_start import mpirun, start, watch
-
-
-class Ended(BaseException):
-    """Raised where the process would end."""
-
-
-@pytest.fixture
-def ends(monkeypatch):
-    """What a process does at its end."""
-    events = []
-
-    def end(status):
-        events.append(("exit", status))
-        raise Ended
-
-    monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(mpirun, "end_job", lambda code: events.append(("job", code)))
-    return events
 
 
 class Process:
@@ -321,7 +304,7 @@ def test_names_of_mapped_memory_are_removed_and_no_others(shared, tmp_path, monk
 
 
 def test_mpiruns_file_of_the_processors_is_removed(shared, tmp_path, monkeypatch):
-    """... and no other file that the user has named, which mpirun reads in its place."""
+    """A file that the user has named, which mpirun reads in its place, stays."""
     monkeypatch.setattr(start, "TOPOLOGY", f"{tmp_path}/hydra_")
     own, user = tmp_path / "hydra_1", tmp_path / "mine"
     user.touch()

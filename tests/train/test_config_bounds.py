@@ -187,7 +187,7 @@ def test_gradients_of_2_bytes_are_float32_unless_given(flags, dtypes):
 
 
 def test_a_schedule_in_a_file_is_for_its_ranks_and_microbatches(tmp_path):
-    """... and says which rank has which stages."""
+    """The file says which rank has which stages."""
     path = tmp_path / "s.csv"
     named = schedule_of(config_for("--pp 2 --microbatches 2"))
     assert named.name == "1f1b"

@@ -69,7 +69,7 @@ def test_the_least_memory_is_that_of_a_rank_of_four(flags):
 
 
 def test_a_model_that_is_not_trained_is_held_by_one_process():
-    """As `minipar.generate` makes it, whose configuration has no number of ranks."""
+    """`minipar.generate` makes such a model: its configuration has no number of ranks."""
     with pytest.raises(UsageError, match=r"parameters \* 16 bytes / 1 = "):
         make_model(parse(["--layers", "1000000000000"]))
 
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_trained_is_held_by_one_process():
     ],
 )
 def test_a_limit_counts_what_each_of_two_ranks_holds(flags, parts):
-    """Of 2,136 parameters, a half of whatever is sharded."""
+    """The model has 2,136 parameters, and a rank holds half of whatever is sharded."""
     config = config_of(f"--dp 2 {flags} --memory-limit 1KB")
     with pytest.raises(UsageError) as caught:
         on_each_rank(config, TEXT, lambda *_: None)
@@ -226,7 +226,7 @@ def test_a_record_has_the_runs_facts_and_what_each_step_made(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_save_that_fails_leaves_nothing_half_written(ranks, tmp_path, monkeypatch):
-    """... and is every rank's error, whichever rank it was."""
+    """Every rank raises the error, whichever rank it was."""
     config = config_of(f"--dp {ranks}")
     made = []
 

@@ -151,7 +151,7 @@ def test_a_line_has_the_step_its_values_and_the_time_left():
 
 
 def test_a_step_that_ends_after_ten_seconds_has_a_line():
-    """... also if the next one would: each step of 5 seconds, and each second one of 4.9 seconds."""
+    """It also has one if the next step would end later: each step of 5 seconds, and each second one of 4.9 seconds."""
     assert len(lines_of(100, 5.0)) == 100
     assert len(lines_of(100, 4.9)) == 50 + 1  # and the last one
 

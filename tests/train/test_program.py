@@ -77,7 +77,7 @@ def test_a_run_without_a_step_left_asks_for_more(saved, capsys):
 
 
 def test_a_text_that_has_moved_is_asked_for(saved):
-    """Not if this run names it, and not for the other text."""
+    """It is not asked for if this run names it, and no other text is."""
     Path("text").rename("moved")
     missing = "cannot be read: No such file or directory"
     names = "run/step-00000002/manifest.json names this file: give --data with its new path"
@@ -188,7 +188,7 @@ def test_a_signal_of_any_rank_saves_the_step_and_ends_all(capsys, monkeypatch):
 
 
 def noted_by_rank_1(saving):
-    """As `noting_signals`, on threads, of which one has two signals."""
+    """Give rank 1 two signals and the other threads none, in the place of `noting_signals`."""
     assert saving
     own = [signal.SIGINT, signal.SIGTERM] if current_thread().name == "rank 1" else []
     return nullcontext(own)

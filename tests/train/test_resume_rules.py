@@ -149,7 +149,7 @@ def test_one_device_repeats_what_had_the_same_updates(then, now, same):
 
 
 def test_what_experts_drop_depends_on_the_microbatches():
-    """Also with sums as a tree, which would allow others; and without a capacity nothing is dropped."""
+    """This holds with sums as a tree, too, which would allow others. Without a capacity nothing is dropped."""
     for flags, same in (("--capacity-factor 1", False), ("", True)):
         config = config_for(f"{MIXTRAL} {flags} --dp 2")
         assert repeatable(before(f"{MIXTRAL} {flags} --dp 2"), config)

@@ -1,4 +1,4 @@
-"""Claims about what rounding explains: each bound in numbers, each sample of one device, and what is counted."""
+"""Claims about what rounding explains: each bound by its value, each sample of one device, and what is counted."""
 
 from types import SimpleNamespace
 
@@ -87,7 +87,7 @@ def test_a_sample_explains_a_multiple_of_itself():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_parameters_move_by_up_to_two_roundings(dtype):
-    """In either direction, each sample by other random numbers, and all by the same ones when asked again."""
+    """They move in either direction, each sample by other random values, and all by the same ones when asked again."""
     check = check_of(Device({}, dtype))
     for sample in (0, 1, 31):
         random = np.random.Generator(np.random.Philox(key=sample))
@@ -152,7 +152,7 @@ def test_another_list_of_gradients_is_named():
 
 
 def test_the_largest_difference_is_relative_to_its_gradient():
-    """Of |w| + |all| / 16, and of the first step that has it; the loss is no gradient."""
+    """It is relative to |w| + |all| / 16, and the first step that has it is named. The loss is no gradient."""
     device = Device({"w": still(3.0, 4.0), "v": still(12.0, 0.0)})
     check = check_of(device)
     for step, difference in enumerate((8 * EPS, 32 * EPS, 32 * EPS, 16 * EPS)):

@@ -79,7 +79,7 @@ def test_a_norm_may_round_as_often_as_it_has_terms(device, ranks, exact, passes,
 
 
 def test_a_step_out_of_its_turn_is_named():
-    """Of a run that was resumed after 3 steps and has checked 2."""
+    """The run was resumed after 3 steps and has checked 2."""
     made = verifier(trainer=SimpleNamespace(first_step=3), steps=2)
     for number in (4, 6, 0):
         text = made._different_step(step(number), {})

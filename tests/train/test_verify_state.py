@@ -38,7 +38,7 @@ VALUES = ["optimizer steps", "good steps", "skipped steps", "loss scale"]
     ("flags", "kinds", "biases"), [(WIDE, "", 0), (HALF, "master", 0), (BIASED, "", 2), ("--tp 2 --pp 2", "", 0)]
 )
 def test_the_state_is_all_that_a_step_changes(flags, kinds, biases):
-    """Of every parameter its values and means, and a master in 2 bytes; on rank 0 alone."""
+    """It has values and means of every parameter, and a master in 2 bytes, on rank 0 alone."""
 
     def inspect(trainer):
         trainer.scaler.good_steps, trainer.scaler.skipped, trainer.optimizer.steps = 3, 4, 5
