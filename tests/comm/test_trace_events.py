@@ -215,7 +215,7 @@ def test_a_test_that_finds_a_collective_done_takes_no_time():
 
 
 def test_what_follows_a_message_starts_when_it_arrived():
-    """A rank that gives its work later goes on at its own time."""
+    """Also on a rank that gives it later, and goes on at its own time then."""
 
     def rank(comm):
         if comm.rank == 0:

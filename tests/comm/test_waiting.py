@@ -181,7 +181,7 @@ def test_a_rank_alone_that_waits_for_a_message_is_a_deadlock():
     ],
 )
 def test_an_operation_needs_no_more_scratch_than_this(op, algorithm, elements):
-    """A ring takes two chunks of 9 elements on 3 ranks, the others take all 9. (Rank 0 rests without any.)"""
+    """Of 9 elements on 3 ranks: two chunks for a ring, all elements for the others. (Rank 0 rests without any.)"""
 
     def program(comm):
         ledger = MemoryLedger()

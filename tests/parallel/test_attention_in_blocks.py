@@ -1,4 +1,4 @@
-"""Claims about attention over ranks: each step sends what it says, and no operation is left waiting."""
+"""Claims about attention over ranks in numbers: each step sends what it says, and no operation is left waiting."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def test_every_message_of_the_ring_is_waited_for():
 @pytest.mark.parametrize("kind", [RingAttention, AllGatherAttention])
 @pytest.mark.parametrize("dtypes", [(None, None), ("float32", "float32")])
 def test_few_tokens_have_one_devices_values(kind, order, dtypes):
-    """This holds where blocks and sums travel in fewer bytes, too."""
+    """Also where blocks and sums travel in fewer bytes."""
     draw = np.random.Generator(np.random.Philox(5)).standard_normal
     qkv, dy = draw((2, 12, 16)), draw((2, 12, 8))
     whole = Tensor(qkv, requires_grad=True)

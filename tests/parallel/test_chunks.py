@@ -70,8 +70,7 @@ def test_the_sums_of_several_passes_add_up_in_their_order():
     gradient[:] = [1.0, 2.0, 3.0]
     assert all(shard.grad is None for shard in chunk.shards)
     chunk.accept_sums()
-    ledger = MemoryLedger()
-    with ledger.recording():
+    with (ledger := MemoryLedger()).recording():
         second, third = chunk.room_for_sum(), chunk.room_for_sum()
         assert ledger.held["buffers"] == 2 * 3 * 8 == ledger.total()
         second[:], third[:] = [10.0, 20.0, 30.0], [100.0, 200.0, 300.0]
@@ -100,8 +99,7 @@ def test_a_whole_gradient_waits_for_all_sums_but_the_last(sends, kind, first):
         p.grad_dtype = "float32"
     waited = []
     works = [Work(number, waited) for number in range(3)]
-    ledger = MemoryLedger()
-    with ledger.recording():
+    with (ledger := MemoryLedger()).recording():
         allocate_gradient(bucket, works, sends)
         assert waited == first and ledger.held[kind] == ledger.total() == 5 * 4
         assert bucket.gradient.dtype == np.float32 and bucket.gradient.size == 5
@@ -192,7 +190,7 @@ def placed(gradient, slice_of=None, **where):
 def test_each_axis_adds_the_squares_that_its_ranks_hold():
     """Whole parameters count once, parts on each of three ranks of tp, units on each of two of pp; in two chunks of dp.
 
-    The values are 1, 2 and 3: (1 + 4 + 3 * 9) * 2.
+    With the numbers 1, 2 and 3: (1 + 4 + 3 * 9) * 2.
     """
     dp, tp, pp = Axis(2), Axis(3), Axis(2)
     whole = placed([1.0, 2.0], BucketSlice(0, 2, 2, 0, 2), unit=0, units=2)

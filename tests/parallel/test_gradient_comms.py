@@ -94,10 +94,10 @@ def test_a_sum_in_another_dtype_is_cast_back():
 
 
 def test_the_copies_that_travel_are_in_the_ledger():
-    """They are copies of all gradients until these are summed, or of one bucket, with this rank's chunk."""
+    """Of all gradients until they are summed, or of one bucket, with this rank's chunk."""
 
     class Looks(Noting):
-        """A communicator that notes what the ledger holds at the start of an operation."""
+        """It notes what the ledger holds at the start of an operation."""
 
         def note(self, operation, x, out=None, **options):
             held = {kind: nbytes for kind, nbytes in ledger.held.items() if nbytes}
@@ -105,8 +105,7 @@ def test_the_copies_that_travel_are_in_the_ledger():
 
     notes = []
     casting = CastingComm(Looks("all", notes), "float32")
-    ledger = MemoryLedger()
-    with ledger.recording():
+    with (ledger := MemoryLedger()).recording():
         casting.all_reduce(np.zeros(6), **ORDERED)
         casting.reduce_scatter(np.zeros(6), out=np.zeros(3), **ORDERED)
     assert notes == [("all_reduce", {"gradients": 6 * 4}), ("reduce_scatter", {"buffers": 6 * 4 + 3 * 4})]

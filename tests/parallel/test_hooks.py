@@ -47,7 +47,7 @@ def sends(done):
 
 
 def test_each_gradient_lets_messages_move():
-    """The gradient that sends a bucket does so, too. In a pass that sends no bucket nothing travels."""
+    """Also the one that sends a bucket; in a pass that sends none nothing travels."""
     watched = mlp(["second", "first"])
     done = watched.backward()
     assert done.count("progress") == 4 and sends(done) == [0, 1]
@@ -79,7 +79,7 @@ def test_what_the_loss_does_not_use_is_sent_at_the_end_as_zeros():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_passes_send_again_after_no_sync(fails):
-    """They do so after an error inside it, too. A `no_sync` inside another one ends nothing."""
+    """Also after an error inside, and inside of another one they send nothing."""
     watched = mlp(["second", "first"])
     hooks = watched.hooks
     try:

@@ -80,7 +80,7 @@ def test_zero_optimizer_updates_the_one_parameter(sizes):
 
 @pytest.mark.parametrize("kind", [NaiveDataParallel, DistributedDataParallel])
 def test_plain_data_parallelism_has_the_mean_of_all_targets(kind):
-    """One rank may have the only target: the mean of one is itself."""
+    """Also where one rank has the only target: the mean of one is itself."""
 
     def rank(comm):
         x, y = samples(0, 0, 3, 1)

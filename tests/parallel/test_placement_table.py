@@ -1,4 +1,4 @@
-"""Claims about the table of placements, a layout's stages, and a state: exactly these lines and values."""
+"""Claims about the table of placements, a layout's stages, and a state: exactly these lines and numbers."""
 
 from dataclasses import replace
 

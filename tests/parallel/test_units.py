@@ -153,7 +153,7 @@ def test_backward_writes_each_gradient_into_its_buckets_array(stage):
 
 
 def test_stage_2_makes_each_buckets_array_once_and_in_order():
-    """Embedding and head share one, which is made where backward comes to the embedding."""
+    """That which embedding and head share is made where backward comes to the embedding."""
 
     def rank(comm):
         made = []

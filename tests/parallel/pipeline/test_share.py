@@ -80,7 +80,7 @@ def test_the_updated_embedding_goes_to_the_rank_that_borrows_it(p):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_head_of_its_own_or_on_the_same_rank_is_not_sent(schedule):
-    """Llama's head is no token embedding, and a V has both ends on rank 0."""
+    """That of Llama is no token embedding, and a V has both ends on rank 0."""
 
     def rank(comm):
         if schedule == "zbv":

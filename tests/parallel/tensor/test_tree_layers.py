@@ -47,7 +47,7 @@ def test_a_rank_of_a_sequence_has_its_share_of_token_leaves():
 
 
 def test_a_column_layers_groups_are_cut_one_by_one():
-    """A leaf has some columns of q, some of k and some of v, so the sums of the input's gradient have other bits."""
+    """Of the columns of q, k and v a leaf has some of each, so the sums of the input's gradient have other bits."""
     layer = Linear(4, 12, name="a", dtype="float64", std=0.5)
     gradients = []
     columns = np.arange(12.0) / 7
