@@ -1,4 +1,4 @@
-"""Arrays of another module: every operation takes them through host memory, and gives back arrays of that module."""
+"""Arrays of another module: every operation takes them through host memory, and returns arrays of that module."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def on_device(values):
 
 
 def values_of(device, array, own=None):
-    """The values of a device array, which has this dtype and is `own` if that is given."""
+    """Return the values of a device array after checking that it has DTYPE, and is `own` if that is given."""
     assert isinstance(array, device.ndarray) and array.dtype == DTYPE
     assert own is None or array is own
     return to_host(array).tolist()
@@ -35,7 +35,8 @@ def test_every_collective_takes_device_arrays(device, ranks, async_op):
         found.append(values_of(device, done(comm.all_reduce(x, op="max", async_op=async_op)), x))
         x = on_device([1 + r, 2, 3])
         found.append(values_of(device, done(comm.reduce_scatter(x, async_op=async_op))))
-        out = on_device([0] * (3 if p == 1 else 2 - r))
+        chunks = {1: [3], 2: [2, 1]}  # elements of each rank, of three
+        out = on_device([0] * chunks[p][r])
         found.append(values_of(device, done(comm.reduce_scatter(x, out, async_op=async_op)), out))
         found.append(values_of(device, x))
         found.append(values_of(device, done(comm.all_gather(on_device([r, r]), async_op=async_op))))
@@ -69,12 +70,13 @@ def test_a_message_takes_a_device_array_to_another(device):
     assert run_local(2, program) == [[[1, 2], [3, 4]]] * 2
 
 
-@pytest.mark.parametrize("wrong", ["size", "dtype"])
-def test_a_result_of_another_size_or_dtype_is_refused(device, wrong):
+@pytest.mark.parametrize(
+    ("size", "dtype", "given"), [(4, DTYPE, "4 elements of float32"), (3, np.float64, "3 elements of float64")]
+)
+def test_a_result_of_another_size_or_dtype_is_refused(device, size, dtype, given):
     def program(comm):
-        out = xp.zeros(4 if wrong == "size" else 3, dtype=DTYPE if wrong == "size" else np.float64)
+        out = xp.zeros(size, dtype=dtype)
         comm.reduce_scatter(on_device([1, 2, 3]), out)
 
-    given = "4 elements of float32" if wrong == "size" else "3 elements of float64"
     with pytest.raises(CommunicationError, match=f"reduce_scatter: out has {given}, expected 3 of float32"):
         run_local(1, program)

@@ -19,7 +19,8 @@ class Notices:
 
     def __init__(self, everyone):
         self.everyone = everyone
-        self.asked, self.printed = [], []
+        self.asked = []
+        self.printed = []
 
     def send(self, tag, seconds):
         self.asked.append((tag, seconds))
@@ -77,7 +78,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("error", "rank", "size", "everyone", "expected"), ENDS)
 def test_every_error_has_its_line_and_its_code(error, rank, size, everyone, expected, aborts, capfd):
-    """One rank prints, rank 0 if all fail, and nobody is asked by a rank alone or by one that succeeded."""
+    """One rank prints, rank 0 if all fail. A rank that is alone, or that succeeded, asks nobody."""
     comm = a_rank(rank, size, everyone)
     with pytest.raises(SystemExit) as leaving:
         end_every_rank(comm, error)
@@ -104,11 +105,12 @@ def test_a_rank_whose_messages_are_lost_prints_its_traceback(aborts, capfd):
 
 
 def test_after_the_end_of_mpi_python_prints_the_traceback(aborts, monkeypatch):
-    """The other ranks end by themselves: nobody is told, and nothing aborted."""
+    """The other ranks end by themselves: nobody is told, and nothing is aborted."""
     printed = []
     sys.modules["mpi4py"].MPI.Is_finalized = lambda: True
     monkeypatch.setattr(sys, "__excepthook__", lambda *error: printed.append(error))
-    comm, error = a_rank(1, 2), ValueError("why")
+    comm = a_rank(1, 2)
+    error = ValueError("why")
     abort_with_traceback(comm, ValueError, error, None)
     assert printed == [(ValueError, error, None)]
     assert aborts == [] and comm.transport.notices.printed == [] and comm.engine.unwaited != {}

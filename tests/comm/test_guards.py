@@ -1,4 +1,4 @@
-"""What communicators, meshes and programs are given: the sizes that fit, and a note that ranks train alone."""
+"""Checks of communicators, meshes and programs: which sizes fit, and when a note says that ranks train alone."""
 
 from itertools import product
 
@@ -14,6 +14,7 @@ from minipar.nn import SGD, Linear
 
 
 def refuses(check, *arguments, error=UsageError):
+    """Return whether the check raises this error."""
     try:
         check(*arguments)
     except error:
@@ -22,7 +23,7 @@ def refuses(check, *arguments, error=UsageError):
 
 
 def test_an_expert_mesh_is_refused_unless_its_axes_multiply():
-    """edp * ep * etp = dp * cp * tp for some whole edp, and etp * more = tp."""
+    """It fits if edp * ep * etp = dp * cp * tp for some whole edp, and etp divides tp."""
     for dp, cp, tp in product((1, 2, 3), (1, 2), (1, 2, 4)):
         for ep, etp in product(range(-1, 7), range(-1, 5)):
             ranks = dp * cp * tp
@@ -70,7 +71,7 @@ class Device:
 
 
 class Leaf(Device):
-    """What has a gradient is no array."""
+    """A tensor: it has a gradient, and so is no array."""
 
     grad = None
 
@@ -116,7 +117,7 @@ def test_levels_have_the_axis_of_their_group_or_their_own():
 
 
 def train(sends, steps=1):
-    """A program that trains 12 elements alone and sends so many bytes from rank 0."""
+    """Return a program that trains 12 elements alone, for so many steps, and sends so many bytes from rank 0."""
 
     def program(comm):
         if steps:
@@ -137,7 +138,7 @@ def train(sends, steps=1):
     [(2, 0, 1, 1), (2, 11, 2, 1), (2, 12, 1, 0), (2, 13, 1, 0), (1, 0, 1, 0), (2, 0, 0, 0), (3, 0, 1, 1)],
 )
 def test_ranks_that_train_alone_and_send_no_gradient_are_noted(ranks, sends, steps, notes, capfd):
-    """Once; less than a gradient has less than a byte for each element."""
+    """They are noted once. Ranks that send fewer bytes than they train elements have sent no gradient."""
     launch(train(sends, steps), threads=ranks)
     error = capfd.readouterr().err
     assert error.count(f"minipar: note: each of the {ranks} ranks trained a model of its own") == notes

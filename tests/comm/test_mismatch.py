@@ -1,4 +1,4 @@
-"""What a rank is told whose message is not the one that it expects: the whole text."""
+"""The whole text of the error of a rank to which another message comes than it expects."""
 
 import numpy as np
 
@@ -21,11 +21,12 @@ def tag(name, algorithm, elements, combine=None):
 
 
 def says(expected, arrived, sent):
-    """What a receive of 40 bytes with one tag says of another message."""
+    """Return the error of a receive of 40 bytes with one tag, to which another message comes."""
     return str(Message(Owner(), "receive from", 1, 40, expected).mismatch(arrived, sent))
 
 
-FIVE, SIX = (tag("all_reduce", "ring", elements, np.add) for elements in (5, 6))
+FIVE = tag("all_reduce", "ring", 5, np.add)
+SIX = tag("all_reduce", "ring", 6, np.add)
 SUM = "all_reduce sum of float64 (ring, operation 1)"
 
 

@@ -19,7 +19,7 @@ def test_a_rank_is_a_thread_that_keeps_no_process_alive():
 
 @pytest.mark.parametrize("tag", [0, 1, 2, 65535])
 def test_a_users_message_never_meets_a_collective(tag):
-    """Whichever comes first, and whatever its tag is."""
+    """They stay apart, whichever comes first and whatever the message's tag is."""
 
     def program(comm):
         total, received = np.ones(2), np.zeros(2)
@@ -52,7 +52,7 @@ def test_after_a_failure_no_rank_sends_on():
 
 
 def test_an_interruption_releases_the_ranks_and_is_raised(monkeypatch):
-    """Ctrl-C arrives in the thread that has started them."""
+    """Ctrl-C arrives in the thread that has started the ranks."""
     released = []
     join = threading.Thread.join
     interruptions = [KeyboardInterrupt()]

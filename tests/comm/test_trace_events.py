@@ -1,4 +1,4 @@
-"""A trace's events one by one: tracks, times, waits, arrows and the file; and what is unseen of it."""
+"""A trace's events one by one: tracks, times, waits, arrows and the file; and what a trace does not see."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ from minipar.comm.trace import unseen
 
 
 def line(event):
-    """All of an event but its process, in seconds."""
+    """Write all of an event but its process, in seconds."""
     start = f"{event['tid']} at {event['ts'] / 1e6:g}"
     if event["ph"] == "X":
         return f"{start} for {event['dur'] / 1e6:g}: {event['cat']} {event['name']} {event['args']}"
@@ -117,7 +117,7 @@ class Slow(Wrapped):
 
 
 def slices(comm):
-    """(name, start, duration, wait) of the communication, in seconds."""
+    """Return (name, start, duration, wait) of the communication, in seconds."""
     events = [event for event in comm.tracer.events if event["ph"] == "X"]
     return [(event["name"], event["ts"] / 1e6, event["dur"] / 1e6, event["args"]["wait"]) for event in events]
 
@@ -156,7 +156,7 @@ def test_on_a_wall_clock_a_wait_lasts_until_the_message_is_there():
 
 
 def test_on_a_wall_clock_a_message_is_drawn_from_call_and_wait():
-    """A send from its call to its end, a receive from when it was asked for until it was there."""
+    """A send is drawn from its call to its end, a receive from its wait until the message was there."""
 
     def rank(comm):
         clock = HandWall()
@@ -215,7 +215,7 @@ def test_a_test_that_finds_a_collective_done_takes_no_time():
 
 
 def test_what_follows_a_message_starts_when_it_arrived():
-    """Also on a rank that gives it later, and goes on at its own time then."""
+    """A function that is given later also starts at the arrival, and the rank goes on at its own time."""
 
     def rank(comm):
         if comm.rank == 0:
@@ -237,7 +237,7 @@ def test_what_follows_a_message_starts_when_it_arrived():
 
 @pytest.mark.parametrize("with_mesh", [False, True])
 def test_the_file_names_the_clock_and_the_mesh(with_mesh, tmp_path):
-    """The mesh with its slowest axis first."""
+    """The mesh is written with its slowest axis first."""
     path = tmp_path / "trace.json"
 
     def rank(comm):

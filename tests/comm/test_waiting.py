@@ -24,11 +24,18 @@ class Arriving(Message):
 class Moved:
     """A transport whose messages all arrive after `pauses` pauses, each of which takes PAUSE seconds."""
 
-    size, ranks, name, launcher = 2, [0, 1], "world", "a test"
+    size = 2
+    ranks = (0, 1)
+    name = "world"
+    launcher = "a test"
 
     def __init__(self, rank, pauses, notices=None):
-        self.rank, self.pauses, self.notices = rank, pauses, notices
-        self.attempts, self.posted = [], []
+        self.rank = rank
+        self.pauses = pauses
+        self.notices = notices
+        self.attempts = []
+        self.posted = []
+        self.error = None
 
     def isend(self, array, dest, tag, owner):
         self.posted.append(("send", dest, array.size))
@@ -79,11 +86,11 @@ def waited(monkeypatch):
 @pytest.mark.parametrize("pauses", [1, 2, 20])
 def test_each_pause_is_told_how_many_came_before(waited, pauses):
     transport = waited(0, pauses)
-    assert transport.attempts == list(range(pauses)) and not hasattr(transport, "error")
+    assert transport.attempts == list(range(pauses)) and transport.error is None
 
 
-def test_rank_0_says_so_after_30_seconds_and_twice_each_time(waited, capfd):
-    """More than 30, 60, 120 and 240 s, each at its next look, which is each 30 s here."""
+def test_rank_0_reports_a_wait_of_30_60_120_and_240_seconds(waited, capfd):
+    """It speaks after more than 30, 60, 120 and 240 s, each time at its next look; here it looks every 30 s."""
     waited(0, 150)
     says = "minipar: rank 0, recv: receive from rank 1 (16 bytes, tag 5): waiting for {} s\n"
     assert capfd.readouterr().err == "".join(says.format(seconds) for seconds in (60, 90, 150, 270))
@@ -91,15 +98,21 @@ def test_rank_0_says_so_after_30_seconds_and_twice_each_time(waited, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("notices", [None, Notices()])
-def test_a_wait_ends_after_the_timeout_not_at_it(waited, notices):
-    transport = waited(1, 150, notices, timeout="30")
-    rest = "" if notices is None else "; a report"
-    assert transport.error == (
-        f"rank 1, recv: receive from rank 0 (16 bytes, tag 5): nothing for 30 s (MINIPAR_TIMEOUT){rest}"
-    )
+TIMED_OUT = "rank 1, recv: receive from rank 0 (16 bytes, tag 5): nothing for 30 s (MINIPAR_TIMEOUT)"
+
+
+def test_a_wait_ends_after_the_timeout_not_at_it(waited):
+    transport = waited(1, 150, timeout="30")
+    assert transport.error == TIMED_OUT
     assert len(transport.attempts) == 32
-    assert notices is None or notices.seconds == [30.0, 60.0]
+
+
+def test_a_wait_that_ends_has_looked_for_notices_and_reports(waited):
+    notices = Notices()
+    transport = waited(1, 150, notices, timeout="30")
+    assert transport.error == f"{TIMED_OUT}; a report"
+    assert len(transport.attempts) == 32
+    assert notices.seconds == [30.0, 60.0]
 
 
 # ---- operations under way --------------------------------------------------------------------------------------------
@@ -126,7 +139,7 @@ def test_what_was_never_waited_for_is_reported_once(capfd):
 
 
 def test_a_rank_alone_copies_no_array(monkeypatch):
-    """Neither to the host nor back, as there is nothing to send."""
+    """It copies neither to the host nor back, as there is nothing to send."""
 
     class OnDevice(np.ndarray):
         pass
