@@ -220,6 +220,14 @@ class Proxy:
         return getattr(self.comm, name)
 
 
+class OneOf:
+    """A communicator of so many ranks, seen from one of them; it sends nothing."""
+
+    def __init__(self, rank, size):
+        self.rank = rank
+        self.size = size
+
+
 class Done:
     """An operation that has nothing to wait for."""
 

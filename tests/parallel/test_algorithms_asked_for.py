@@ -43,13 +43,14 @@ class Noting(Proxy):
         return noting
 
     def taken(self):
-        """What was asked since the last call, each once, in order."""
+        """Return what was asked since the last call, each once, in order."""
         taken = list(dict.fromkeys(self.asked))
         self.asked.clear()
         return taken
 
 
-LOSS = NORM = ("all_reduce", "sum", "ordered")
+LOSS = ("all_reduce", "sum", "ordered")
+NORM = ("all_reduce", "sum", "ordered")
 
 
 @pytest.mark.parametrize("algorithm", REDUCTIONS)

@@ -1,4 +1,4 @@
-"""Claims about attention over ranks in numbers: each step sends what it says, and no operation is left waiting."""
+"""Claims about attention over ranks: each step sends what it says, and no operation is left waiting."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,8 @@ class Noting(Proxy):
 
     def __init__(self, comm):
         super().__init__(comm)
-        self.begun, self.ended = [], []
+        self.begun = []
+        self.ended = []
 
     def isend(self, x, to, tag):
         name = ("to", to, tag)
@@ -61,11 +62,11 @@ def test_every_message_of_the_ring_is_waited_for():
         return forward, over.begun[len(forward) :], sorted(over.begun) == sorted(over.ended)
 
     assert KEYS_VALUES != GRADIENT
-    for r, (forward, backward, is_all) in enumerate(run_local(3, rank)):
+    for r, (forward, backward, all_ended) in enumerate(run_local(3, rank)):
         right, left = (r + 1) % 3, (r - 1) % 3
         blocks = [("to", right, KEYS_VALUES), ("from", left, KEYS_VALUES)]
         sums = [("to", right, GRADIENT), ("from", left, GRADIENT)]
-        assert forward == blocks * 2 and is_all
+        assert forward == blocks * 2 and all_ended
         assert backward == [*blocks, *sums, *blocks, *sums, *sums]
 
 
@@ -73,7 +74,7 @@ def test_every_message_of_the_ring_is_waited_for():
 @pytest.mark.parametrize("kind", [RingAttention, AllGatherAttention])
 @pytest.mark.parametrize("dtypes", [(None, None), ("float32", "float32")])
 def test_few_tokens_have_one_devices_values(kind, order, dtypes):
-    """Also where blocks and sums travel in fewer bytes."""
+    """They have them also where blocks and sums travel in fewer bytes, up to the rounding of these."""
     draw = np.random.Generator(np.random.Philox(5)).standard_normal
     qkv, dy = draw((2, 12, 16)), draw((2, 12, 8))
     whole = Tensor(qkv, requires_grad=True)

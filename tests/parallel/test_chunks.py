@@ -1,8 +1,8 @@
-"""Claims about a rank's chunk and its sums: where each lies, which squares a norm adds, what is noted of a batch."""
+"""Claims about a rank's chunk and its sums: where each lies, which squares a norm adds, which batches are noted."""
 
 import numpy as np
 import pytest
-from training import MLP, TiedModel, small_gpt
+from training import MLP, OneOf, TiedModel, small_gpt
 
 from minipar.autograd import Tensor
 from minipar.comm import serial
@@ -16,14 +16,6 @@ from minipar.parallel.groups import Group, by_size, by_unit, groups_over, number
 from minipar.parallel.hybrid import set_gradient_dtype
 from minipar.parallel.placement import BucketSlice, Partial, Placement, Shard, bucket_slice, placement_of
 from minipar.parallel.shards import Chunk, all_shards, allocate_gradient, at_backward
-
-
-class OneOf:
-    """A communicator of so many ranks, seen from one of them."""
-
-    def __init__(self, rank, size):
-        self.rank = rank
-        self.size = size
 
 
 def bucket_of(rank, size, *sizes):
@@ -62,7 +54,7 @@ def test_a_rank_without_elements_has_one_empty_shard():
 
 
 def test_the_sums_of_several_passes_add_up_in_their_order():
-    """The first lies in the gradient itself; those that follow in memory of their own, until they are accepted."""
+    """The first lies in the gradient itself; the others lie in memory of their own until they are accepted."""
     bucket = bucket_of(0, 1, 2, 1)
     gradient = np.zeros(3)
     chunk = Chunk(bucket, np.zeros(3), gradient)
@@ -70,10 +62,13 @@ def test_the_sums_of_several_passes_add_up_in_their_order():
     gradient[:] = [1.0, 2.0, 3.0]
     assert all(shard.grad is None for shard in chunk.shards)
     chunk.accept_sums()
-    with (ledger := MemoryLedger()).recording():
-        second, third = chunk.room_for_sum(), chunk.room_for_sum()
+    ledger = MemoryLedger()
+    with ledger.recording():
+        second = chunk.room_for_sum()
+        third = chunk.room_for_sum()
         assert ledger.held["buffers"] == 2 * 3 * 8 == ledger.total()
-        second[:], third[:] = [10.0, 20.0, 30.0], [100.0, 200.0, 300.0]
+        second[:] = [10.0, 20.0, 30.0]
+        third[:] = [100.0, 200.0, 300.0]
         chunk.accept_sums()
     assert gradient.tolist() == [111.0, 222.0, 333.0]
     assert [shard.grad.tolist() for shard in chunk.shards] == [[111.0, 222.0], [333.0]]
@@ -99,7 +94,8 @@ def test_a_whole_gradient_waits_for_all_sums_but_the_last(sends, kind, first):
         p.grad_dtype = "float32"
     waited = []
     works = [Work(number, waited) for number in range(3)]
-    with (ledger := MemoryLedger()).recording():
+    ledger = MemoryLedger()
+    with ledger.recording():
         allocate_gradient(bucket, works, sends)
         assert waited == first and ledger.held[kind] == ledger.total() == 5 * 4
         assert bucket.gradient.dtype == np.float32 and bucket.gradient.size == 5
@@ -111,7 +107,8 @@ def test_a_whole_gradient_waits_for_all_sums_but_the_last(sends, kind, first):
 def test_backward_calls_at_each_tensor_of_an_output():
     calls = []
     x = Tensor(np.ones(2), requires_grad=True)
-    constant, tokens = Tensor(np.ones(2)), np.arange(2)
+    constant = Tensor(np.ones(2))
+    tokens = np.arange(2)
     both = at_backward((x, [constant, tokens, x]), lambda: calls.append("here"))
     assert type(both) is tuple and type(both[1]) is list
     assert both[1][0] is constant and both[1][1] is tokens and both[0] is not x
@@ -125,6 +122,9 @@ def test_backward_calls_at_each_tensor_of_an_output():
 def test_gradients_have_float32_at_least():
     for dtype, found in (("float32", "float32"), ("float64", "float64"), ("float16", "float32")):
         assert np.dtype(set_gradient_dtype(MLP(dtype=dtype), None)) == found
+
+
+def test_gradients_have_the_dtype_that_is_asked_for():
     model = TiedModel()
     assert set_gradient_dtype(model, "float16") == "float16"
     assert model.weight.grad_dtype == model.leaf.grad_dtype == "float16"
@@ -140,12 +140,10 @@ def test_a_model_without_segments_is_one_that_is_last():
 
 
 def test_segments_that_share_parameters_are_one_unit():
-    """It is that of the first of them, and has each parameter once."""
+    """The unit is that of the first of them, and has each parameter once."""
     a, b, c, d = (Parameter(np.zeros(1)) for _ in range(4))
     model = MLP()
-    model.segments = [
-        Segment(name, None, parameters) for name, parameters in (("1", [a]), ("2", [b]), ("3", [c, a, d]))
-    ]
+    model.segments = [Segment("1", None, [a]), Segment("2", None, [b]), Segment("3", None, [c, a, d])]
     assert by_unit(model) == [[a, c, d], [b]]
 
 
@@ -159,10 +157,14 @@ def test_units_are_numbered_unless_a_pipeline_has():
     assert [(group.unit, len(group.parameters)) for group in groups] == [(0, 2), (1, 1)]
 
 
-def test_a_bucket_is_closed_by_the_bytes_that_fill_it():
-    parameters = [Parameter(np.zeros(n, dtype)) for n, dtype in ((4, "float32"), (2, "float64"), (1, "float64"))]
-    for bounds, sizes in {(16, 8): [[4], [2], [1]], (32, 8): [[4, 2], [1]], (17, 9): [[4], [2, 1]]}.items():
-        assert [[p.size for p in group] for group in by_size(parameters, *bounds)] == sizes
+@pytest.mark.parametrize(
+    ("bounds", "sizes"), [((16, 8), [[4], [2], [1]]), ((32, 8), [[4, 2], [1]]), ((17, 9), [[4], [2, 1]])]
+)
+def test_a_bucket_is_closed_by_the_bytes_that_fill_it(bounds, sizes):
+    """The parameters have 16, 16 and 8 bytes."""
+    arrays = [np.zeros(4, "float32"), np.zeros(2, "float64"), np.zeros(1, "float64")]
+    parameters = [Parameter(array) for array in arrays]
+    assert [[p.size for p in group] for group in by_size(parameters, *bounds)] == sizes
 
 
 # ---- the norm --------------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def placed(gradient, slice_of=None, **where):
 def test_each_axis_adds_the_squares_that_its_ranks_hold():
     """Whole parameters count once, parts on each of three ranks of tp, units on each of two of pp; in two chunks of dp.
 
-    With the numbers 1, 2 and 3: (1 + 4 + 3 * 9) * 2.
+    With the values 1, 2 and 3 the sum of the squares is (1 + 4 + 3 * 9) * 2 = 64.
     """
     dp, tp, pp = Axis(2), Axis(3), Axis(2)
     whole = placed([1.0, 2.0], BucketSlice(0, 2, 2, 0, 2), unit=0, units=2)
@@ -230,7 +232,9 @@ def test_a_parameter_in_no_bucket_is_refused_where_chunks_count():
 class Ranks:
     """Ranks 4, 6 and 8 of a world with batches of these checksums, seen from one of them."""
 
-    axis, size, ranks = "dp", 3, (4, 6, 8)
+    axis = "dp"
+    size = 3
+    ranks = (4, 6, 8)
 
     def __init__(self, rank, *batches):
         self.rank = rank
@@ -266,10 +270,19 @@ def test_one_rank_notes_the_first_two_batches_that_are_alike(batches, rank, note
     assert capfd.readouterr().err == ("" if noted is None else NOTE.format(*noted))
 
 
-def test_batches_without_elements_or_arrays_are_not_compared():
-    some, nothing = np.arange(3), np.zeros(0)
-    for x, y, compared in ((some, some, True), (some, nothing, False), (nothing, some, False), ((1, 2), some, False)):
-        ranks = Ranks(0, "1", "2", "3")
-        guards.note_same_batch(ranks, x, y)
-        assert (ranks.own != b"") == compared
+SOME = np.arange(3)
+NOTHING = np.zeros(0)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "compared"), [(SOME, SOME, True), (SOME, NOTHING, False), (NOTHING, SOME, False), ((1, 2), SOME, False)]
+)
+def test_batches_without_elements_or_arrays_are_not_compared(x, y, compared):
+    ranks = Ranks(0, "1", "2", "3")
+    guards.note_same_batch(ranks, x, y)
+    assert (ranks.own != b"") == compared
+
+
+def test_a_checksum_tells_batches_apart():
+    some = np.arange(3)
     assert guards.checksum(some, some) != guards.checksum(some) != guards.checksum(some + 1)

@@ -34,7 +34,7 @@ class Replica(HybridComm):
 
 
 def placed(kind, gradient, placement):
-    """A parameter or a shard of one, with this gradient."""
+    """Return a parameter or a shard of one, with this gradient."""
     p = Parameter(np.zeros(len(gradient)))
     p.placement = Placement("p", p.shape, placement)
     if kind is ParameterShard:
@@ -44,7 +44,7 @@ def placed(kind, gradient, placement):
 
 
 def exact(values):
-    """The sum of the squares, rounded once."""
+    """Return the sum of the squares, rounded once."""
     return float(sum(Fraction(float(value)) ** 2 for value in values))
 
 

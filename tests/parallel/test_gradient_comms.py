@@ -94,7 +94,7 @@ def test_a_sum_in_another_dtype_is_cast_back():
 
 
 def test_the_copies_that_travel_are_in_the_ledger():
-    """Of all gradients until they are summed, or of one bucket, with this rank's chunk."""
+    """They are copies of all gradients until they are summed, or of one bucket and of this rank's chunk of it."""
 
     class Looks(Noting):
         """It notes what the ledger holds at the start of an operation."""
@@ -103,9 +103,10 @@ def test_the_copies_that_travel_are_in_the_ledger():
             held = {kind: nbytes for kind, nbytes in ledger.held.items() if nbytes}
             self.notes.append((operation, held))
 
+    ledger = MemoryLedger()
     notes = []
     casting = CastingComm(Looks("all", notes), "float32")
-    with (ledger := MemoryLedger()).recording():
+    with ledger.recording():
         casting.all_reduce(np.zeros(6), **ORDERED)
         casting.reduce_scatter(np.zeros(6), out=np.zeros(3), **ORDERED)
     assert notes == [("all_reduce", {"gradients": 6 * 4}), ("reduce_scatter", {"buffers": 6 * 4 + 3 * 4})]

@@ -29,7 +29,7 @@ class Axis:
 
 
 def split_over(**ranks):
-    """A model that strategies have split over these ranks of the world."""
+    """Return a model that strategies have split over these ranks of the world."""
     model = Module()
     model.split_over = tuple(ranks.items())
     return model
@@ -108,7 +108,7 @@ def test_experts_are_cut_by_neighbours_of_tp():
 
 
 def test_zero_optimizer_over_the_samples_alone_is_refused():
-    """The ranks of cp have other tokens, and so part in the first step."""
+    """The ranks of cp have different tokens, and so part in the first step."""
 
     def rank(comm):
         mesh = DeviceMesh(comm, cp=2)

@@ -10,7 +10,7 @@ from minipar.parallel.parallelize import shard
 from minipar.parallel.placement import placement_of
 from minipar.parallel.zero_optimizer import ZeroOptimizer
 
-SIZES = [(3, 2), (1, 1)]  # (1, 1): one element, which all ranks but the first have nothing of
+SIZES = [(3, 2), (1, 1)]  # of (1, 1) the first rank has the one element, and the others have nothing
 
 
 class One(Module):
@@ -32,7 +32,7 @@ def samples(step, rank, n_in, n_out):
 
 
 def trained(comm, stage, n_in, n_out, ranks):
-    """The matrix after two clipped steps over the samples of so many ranks."""
+    """Return the norms and the state of two clipped steps over the samples of so many ranks."""
     ddp = shard(One(n_in, n_out), comm, stage, "ordered")
     optimizer = SGD(ddp.parameters(), lr=0.1)
     norms = []
@@ -80,7 +80,7 @@ def test_zero_optimizer_updates_the_one_parameter(sizes):
 
 @pytest.mark.parametrize("kind", [NaiveDataParallel, DistributedDataParallel])
 def test_plain_data_parallelism_has_the_mean_of_all_targets(kind):
-    """Also where one rank has the only target: the mean of one is itself."""
+    """One rank has the only target here, whose mean is itself."""
 
     def rank(comm):
         x, y = samples(0, 0, 3, 1)

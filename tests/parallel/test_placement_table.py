@@ -1,4 +1,4 @@
-"""Claims about the table of placements, a layout's stages, and a state: exactly these lines and numbers."""
+"""Claims about the table of placements, a layout's stages, and a state: exactly these lines and values."""
 
 from dataclasses import replace
 
@@ -69,7 +69,7 @@ LAYOUT = StepLayout(GPTConfig(16, 8, 24, 4, 8), length=8, samples=2, microbatche
 
 
 def test_the_ends_of_the_model_are_with_the_blocks_next_to_them():
-    """Embedding, four blocks and the head."""
+    """The model has an embedding, four blocks and a head."""
     layout = replace(LAYOUT, pp=4, schedule=make("1f1b", 4, 4))
     assert (layout.homes, layout.first, layout.last) == ([0, 0, 1, 2, 3, 3], 0, 3)
     assert [layout.blocks(pp) for pp in range(4)] == [1, 1, 1, 1]

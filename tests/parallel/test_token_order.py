@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from training import OneOf
 
 from minipar.autograd import Tensor, packed
 from minipar.errors import UsageError
@@ -9,15 +10,11 @@ from minipar.parallel.token_order import ContextParallel, check_choice, check_le
 from minipar.parallel.ulysses import UlyssesAttention, check_heads, columns_of_ranks
 
 
-class OneOf:
-    """A communicator of so many ranks, seen from one of them."""
-
-    def __init__(self, rank, size):
-        self.rank = rank
-        self.size = size
+class Alike(OneOf):
+    """One of ranks that all have the same arrays."""
 
     def all_to_all(self, x):
-        """Return what this rank would get if all ranks had its own arrays."""
+        """Return what this rank gets from all of them."""
         return np.concatenate([x[self.rank]] * self.size).reshape(-1)
 
 
@@ -94,6 +91,9 @@ def test_a_length_or_a_word_that_does_not_fit_is_this_line():
     assert line_of(check_heads, 4, 3, 2) == (
         "kv-heads/cp = 3/2 is not a whole number: ulysses cuts each tp rank's kv-heads"
     )
+
+
+def test_a_length_that_fits_is_not_refused():
     check_length(12, 2, "zigzag")
     check_length(6, 2, "contiguous")
 
@@ -107,14 +107,14 @@ def test_each_rank_gets_its_columns_of_q_k_and_v():
 
 
 def test_serial_attention_is_called_with_a_ranks_heads():
-    """All tokens of half of the heads, and the masks of these heads in memory of their own."""
+    """It gets all tokens of half of the heads, and the masks of these heads in memory of their own."""
     called = []
 
     def attention(qkv, *options):
         called.append((qkv.shape, *options))
         return Tensor(np.zeros((*qkv.shape[:2], 4)))
 
-    ulysses = UlyssesAttention(attention, ContextParallel(OneOf(1, 2), "contiguous"))
+    ulysses = UlyssesAttention(attention, ContextParallel(Alike(1, 2), "contiguous"))
     assert ulysses(Tensor(np.zeros((1, 3, 16))), 4, 2).shape == (1, 3, 8)  # heads of two columns
     assert ulysses(Tensor(np.zeros((1, 3, 24))), 4).shape == (1, 3, 8)
     masks = np.arange(4 * 36).reshape(1, 4, 6, 6)

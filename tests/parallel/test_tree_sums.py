@@ -11,7 +11,7 @@ RANDOM = np.random.Generator(np.random.Philox(17))
 
 
 def halves(dtype, *shape):
-    """Numbers whose products and sums are exact, also in float32."""
+    """Return values whose products and sums are exact, also in float32."""
     return (RANDOM.integers(-8, 9, shape) / 2).astype(dtype)
 
 
@@ -87,7 +87,7 @@ def test_layers_of_leaves_have_one_layers_gradients(transposed, dtype):
 @pytest.mark.parametrize("own", [[], [2], [0, 3], [0, 1, 2, 3, 4, 5]])
 @pytest.mark.parametrize("into", [False, True])
 def test_a_rank_looks_up_its_own_rows_alone(own, into):
-    """Of no token, one, some or all; the gradient of other rows is zero, also in memory that held something else."""
+    """It has no token, one, some or all. Gradients of other rows are zero, also in memory that held something else."""
     weight = parameter(halves("float32", 4, 3))
     index = np.array([[3, 0, 1], [1, 3, 2]])
     is_own = np.zeros(6, bool)
@@ -146,5 +146,5 @@ def test_a_bias_and_tokens_are_added_as_trees_of_each_sequence():
     ],
 )
 def test_the_leaves_are_the_largest_power_that_divides_all(config, length, leaves):
-    """Of heads, heads of keys, the MLP's columns, the vocabulary and the tokens each may be the one that decides."""
+    """It divides the heads, the heads of keys, the MLP's columns, the vocabulary and the tokens: each may decide."""
     assert tree.leaf_count(config, length) == leaves

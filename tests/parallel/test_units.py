@@ -21,15 +21,15 @@ class NamedUnit:
 
 
 def described(needs):
-    """What a segment needs, by the units' names."""
-    fields = needs.reads, needs.next_in_forward, needs.next_in_backward, needs.completes
+    """Return what a segment needs, by the units' names."""
+    fields = (needs.reads, needs.next_in_forward, needs.next_in_backward, needs.completes)
     return needs.segment.name, *["".join(unit.name for unit in units) for units in fields]
 
 
 def test_the_needs_of_segments_follow_from_their_neighbours():
     """The lookup's backward reads nothing. The head reads the embedding, too; the parameter Z is in no unit."""
     a, b, b2, c, z = (Parameter(np.zeros(1)) for _ in range(5))
-    units = [NamedUnit(name, parameters) for name, *parameters in (("A", a), ("B", b, b2), ("C", c))]
+    units = [NamedUnit("A", [a]), NamedUnit("B", [b, b2]), NamedUnit("C", [c])]
     lists = [
         [
             Segment("lookup", None, [a], reads_in_backward=False),
@@ -61,12 +61,13 @@ class Gathers(Proxy):
         return self.comm.all_gather(chunk, out=out, **options)
 
 
-ENDS, BLOCK = 351, 2197
+ENDS = 351  # elements of the unit of both ends of the model
+BLOCK = 2197  # elements of a block's unit
 
 
 @pytest.mark.parametrize(("options", "early"), [({}, True), ({"prefetch": True}, True), ({"prefetch": False}, False)])
 def test_the_next_unit_is_gathered_before_a_segment_runs(options, early):
-    """By default: while a segment runs, the unit of the one after it travels, in forward and in backward."""
+    """By default the next segment's unit travels while a segment runs, in forward and in backward."""
 
     def rank(comm):
         notes = []
@@ -115,7 +116,7 @@ def test_a_model_of_ones_own_is_gathered_once(trained):
 
 
 def noted(segment, notes):
-    """The segment's own run, which notes its name first."""
+    """Return the segment's own run, which notes its name first."""
     run = segment.run
 
     def noting(x):
@@ -153,7 +154,7 @@ def test_backward_writes_each_gradient_into_its_buckets_array(stage):
 
 
 def test_stage_2_makes_each_buckets_array_once_and_in_order():
-    """That which embedding and head share is made where backward comes to the embedding."""
+    """The array that embedding and head share is made where backward comes to the embedding."""
 
     def rank(comm):
         made = []

@@ -17,7 +17,10 @@ from minipar.parallel.zero_optimizer import ZeroOptimizer
 class Ranks:
     """Ranks 4 and 6 of a world, on an axis of their own; the other one holds what it is told to."""
 
-    axis, size, ranks, rank = "dp", 2, (4, 6), 0
+    axis = "dp"
+    size = 2
+    ranks = (4, 6)
+    rank = 0
 
     def __init__(self, other=b"[]"):
         self.other = other
@@ -26,18 +29,21 @@ class Ranks:
         return [own, self.other]
 
 
-def late(p):
+def named(p):
+    """Give the parameter a name, and return it."""
     p.placement = Placement("up.weight", p.shape)
     return p
 
 
 def split():
+    """Return a model whose tokens ranks 4 and 5 share."""
     model = MLP()
     model.split_over = (("context_parallel", (4, 5)),)
     return model
 
 
 def frozen():
+    """Return a model with a parameter that is not trained."""
     model = MLP()
     model.first.bias.requires_grad = False
     return model
@@ -114,7 +120,7 @@ REFUSED = {
         "name (mp.Linear(..., name=...)) or from one seed, and load the same state on all ranks",
     ),
     "no replicas of one another": (
-        lambda: guards.check_is_replica(Ranks(b'[["up.weight", 3]]'), [late(Parameter(np.zeros(3)))]),
+        lambda: guards.check_is_replica(Ranks(b'[["up.weight", 3]]'), [named(Parameter(np.zeros(3)))]),
         "ZeroOptimizer over dp, whose ranks are no replicas: up.weight of rank 6 is not that of rank 4; give the axis "
         "of the data-parallel replicas, such as mesh.dp, and draw or load the same values on all of them",
     ),
@@ -124,7 +130,7 @@ REFUSED = {
         "in every step: a clip_grad_norm() or a step() on one rank alone parts them",
     ),
     "values that would be lost": (
-        lambda: guards.check_freed([late(Parameter(np.zeros(3)))]),
+        lambda: guards.check_freed([named(Parameter(np.zeros(3)))]),
         "up.weight.data was replaced after the model was wrapped: call model.load_state_dict(state) before mp.shard",
     ),
     "a late state": (
@@ -185,7 +191,7 @@ def test_names_drawn_twice_say_where():
 
 
 def refusal_of(rank):
-    """The line of an error that one rank raises."""
+    """Return the line of the error that each of two ranks raises."""
 
     def program(comm):
         with pytest.raises(RuntimeError) as caught:
@@ -240,7 +246,7 @@ def test_an_unscaled_backward_says_by_how_much_it_is_wrong(good_steps):
 
 
 def test_ranks_of_zero_optimizer_are_compared_less_and_less():
-    """After 1, 2, 4, 8, ... steps, as a wrapper's."""
+    """They are compared after 1, 2, 4, 8, ... steps, as a wrapper's are."""
 
     def rank(comm):
         model = MLP()

@@ -1,4 +1,4 @@
-"""Claims about a step's traffic in numbers: the bytes of every rank, as the counters of these runs showed them."""
+"""Claims about the traffic of a layout's step: the bytes of every rank, as the counters of these runs showed them."""
 
 from types import SimpleNamespace
 
@@ -81,7 +81,7 @@ PROPERTIES = (
 
 
 @pytest.mark.parametrize(
-    ("layout", "numbers"),
+    ("layout", "values"),
     [
         (StepLayout(GPT, 8, 2, 3, 4), (4, 4, 1, 1, 1, 1, 1, False, 16, 1, 1, 2, 2, 1, 0)),
         (StepLayout(EXPERTS, 8, 2, 3, 2, 4, 8, dp=2, **SHARED), (4, 8, 4, 4, 2, 8, 2, True, 8, 1, 1, 1, 1, 1, 18)),
@@ -104,8 +104,8 @@ PROPERTIES = (
         ),
     ],
 )
-def test_a_layouts_numbers_are_these(layout, numbers):
-    assert dict(zip(PROPERTIES, numbers, strict=True)) == {name: getattr(layout, name) for name in PROPERTIES}
+def test_a_layouts_properties_have_these_values(layout, values):
+    assert dict(zip(PROPERTIES, values, strict=True)) == {name: getattr(layout, name) for name in PROPERTIES}
 
 
 def test_a_rank_of_ep_holds_neighbouring_experts():
