@@ -1,4 +1,4 @@
-"""Claims about the file of a schedule, byte by byte: what is written, and what is read whoever has written it."""
+"""Claims about the file of a schedule, byte by byte: what is written, and what is read of other programs' files."""
 
 import pytest
 from schedule_cases import schedule
@@ -22,7 +22,7 @@ def test_lines_end_as_pytorch_ends_them(tmp_path):
 @pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("begins", [b"", b"\xef\xbb\xbf"])
 def test_a_spreadsheets_file_is_read(begins, ends, tmp_path):
-    """With a byte order mark, the line ends of any system, and blank lines at its end."""
+    """The file may have a byte order mark, the line ends of any system, and blank lines at its end."""
     path = tmp_path / "mine.csv"
     path.write_bytes(begins + (ONE_F_ONE_B + "\n\n").replace("\n", ends).encode())
     loaded = load_csv(path)

@@ -57,7 +57,7 @@ def test_only_the_rank_that_borrows_the_embedding_holds_a_copy():
 
 @pytest.mark.parametrize("p", [2, 3])
 def test_the_updated_embedding_goes_to_the_rank_that_borrows_it(p):
-    """Once, from the first rank to the last; nobody else gathers its values."""
+    """It goes once, from the first rank to the last; nobody else gathers its values."""
 
     def rank(comm):
         model = small_gpt()
@@ -73,14 +73,15 @@ def test_the_updated_embedding_goes_to_the_rank_that_borrows_it(p):
         values = set(model.token_embedding.data.ravel().tolist()) if comm.rank == p - 1 else None
         return asked, comm.traffic.bytes(), values
 
-    found = run_local(p, rank)
-    assert found[0] == (["wte.weight"], 8 * VALUES, None) and found[-1] == ([], 0, {7.0})
-    assert found[1:-1] == [([], 0, None)] * (p - 2)
+    first, *between, last = run_local(p, rank)
+    assert first == (["wte.weight"], 8 * VALUES, None)
+    assert between == [([], 0, None)] * (p - 2)
+    assert last == ([], 0, {7.0})
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_head_of_its_own_or_on_the_same_rank_is_not_sent(schedule):
-    """That of Llama is no token embedding, and a V has both ends on rank 0."""
+    """Llama's head is no token embedding, and a V has both ends of the model on rank 0."""
 
     def rank(comm):
         if schedule == "zbv":

@@ -13,13 +13,13 @@ from minipar.parallel.pipeline.stage import balanced_cuts
 
 
 def measured(*rows):
-    """A timeline of (start, end) for each rank, as one that was measured."""
+    """Return a timeline with these (start, end) of forwards for each rank, as a measured one has them."""
     slots = [[Slot(Action(rank, "F", i), *times) for i, times in enumerate(row)] for rank, row in enumerate(rows)]
     lists = [[slot.action for slot in row] for row in slots]
     return Timeline(Schedule.of("measured", lists), tuple(tuple(row) for row in slots))
 
 
-def test_a_timeline_without_actions_takes_no_time_and_idles_none():
+def test_a_timeline_without_actions_takes_and_idles_no_time():
     line = measured([], [])
     assert (line.makespan, line.bubble_fraction, line.bubble_rate, line.peak_activations) == (0, 0, 0, [0, 0])
     assert (line.comm, line.messages, line.events()) == (0, (), [])
@@ -39,7 +39,7 @@ def test_actions_that_take_no_time_leave_no_bubble():
     assert (line.makespan, line.bubble_fraction, line.bubble_rate) == (0, 0, 0)
 
 
-def test_a_total_of_one_is_a_total_as_any_other():
+def test_a_step_that_takes_1_has_its_bubble_as_any_other():
     line = measured([(0, Fraction(1, 4)), (Fraction(3, 4), 1)])
     assert line.bubble_fraction == line.bubble_rate == Fraction(1, 2)
 
@@ -83,8 +83,14 @@ def test_a_timeline_in_order_has_the_times_of_its_messages():
     assert times == {"0SEND_F0": (1, 4), "0SEND_F1": (5, 8), "1SEND_B0": (8, 11), "1SEND_B1": (13, 16)}
     found = {str(slot.action): (slot.start, slot.end) for row in line.ranks for slot in row}
     assert found == {
-        **{"0F0": (0, 1), "0F1": (1, 2), "0B0": (11, 13), "0B1": (16, 18)},
-        **{"1F0": (4, 5), "1B0": (5, 7), "1F1": (8, 9), "1B1": (9, 11)},
+        "0F0": (0, 1),
+        "0F1": (1, 2),
+        "0B0": (11, 13),
+        "0B1": (16, 18),
+        "1F0": (4, 5),
+        "1B0": (5, 7),
+        "1F1": (8, 9),
+        "1B1": (9, 11),
     }
 
 

@@ -103,7 +103,7 @@ def test_a_column_layer_alone_gives_this_ranks_columns(size, sequence):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_layers_take_arrays_as_the_serial_ones_do(size):
-    """They convert them to the dtype of their weights."""
+    """They convert arrays to the dtype of their weights."""
 
     def rank(comm):
         group = TensorGroup(comm)
@@ -305,6 +305,6 @@ def test_a_users_layers_start_from_the_serial_layers_values(kind, options, size)
 
 @pytest.mark.parametrize(("kind", "shape"), [("column", (H, 12)), ("row", (12, H)), ("vocabulary", (5, H))])
 def test_a_rank_holds_a_third_of_a_users_weight(kind, shape):
-    """... rounded up: 13 rows of a vocabulary are padded to 15."""
+    """The third is rounded up: 13 rows of a vocabulary are padded to 15."""
     parallel, _, sizes = LAYERS[kind]
     assert run_local(3, lambda comm: parallel(*sizes, comm, name="a").weight.shape) == [shape] * 3

@@ -1,4 +1,4 @@
-"""Claims about tensor parallelism's plan: what a rank has of every parameter, and which gradients it sums, and once."""
+"""Claims about tensor parallelism's plan: what a rank has of every parameter, and which gradients it sums once."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ LLAMA = LlamaConfig(13, 24, 28, 1, 12, 4)
 
 
 def shown(config, rank, ranks, sequence=False, etp=None):
-    """What a rank has of each parameter of the embedding, the first block and the head, by the parameter's name."""
+    """Return what a rank has of each parameter of a model of one block, by the parameter's name."""
     model = config.build(deferred=True)
     found = {}
     for name, p in model.named_parameters():
@@ -25,7 +25,8 @@ def shown(config, rank, ranks, sequence=False, etp=None):
     return found
 
 
-COLUMN, ROW = ("Shard(1)", 1, 3), ("Shard(0)", 1, 3)
+COLUMN = ("Shard(1)", 1, 3)
+ROW = ("Shard(0)", 1, 3)
 
 
 @pytest.mark.parametrize(("sequence", "kind"), [(False, "Replicate"), (True, "Partial")])
@@ -54,7 +55,9 @@ def test_a_rank_has_these_parts_of_a_gpt(sequence, kind):
 def test_a_rank_has_these_parts_of_a_llama():
     """Rank 5 of 8, where two ranks copy each head of keys and of values."""
     layer = "model.layers.0"
-    first, second, copied = ("Shard(0)", 5, 8), ("Shard(1)", 5, 8), ("Shard(0, copies=2)", 2, 4)
+    first = ("Shard(0)", 5, 8)
+    second = ("Shard(1)", 5, 8)
+    copied = ("Shard(0, copies=2)", 2, 4)
     assert shown(LlamaConfig(16, 32, 24, 1, 8, 4), 5, 8) == {
         "model.embed_tokens.weight": first,
         f"{layer}.input_layernorm.weight": ("Replicate", 5, 8),
@@ -71,17 +74,26 @@ def test_a_rank_has_these_parts_of_a_llama():
     }
 
 
-@pytest.mark.parametrize(("etp", "expert"), [(None, (3, 4)), (2, (1, 2)), (1, (0, 1))])
-def test_a_rank_has_its_part_of_each_expert_and_the_whole_router(etp, expert):
+@pytest.mark.parametrize(
+    ("etp", "first", "second"),
+    [
+        (None, ("Shard(0)", 3, 4), ("Shard(1)", 3, 4)),
+        (2, ("Shard(0)", 1, 2), ("Shard(1)", 1, 2)),
+        (1, ("whole", 0, 1), ("whole", 0, 1)),
+    ],
+)
+def test_a_rank_has_its_part_of_each_expert_and_the_whole_router(etp, first, second):
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2}
     config = MixtralConfig(vocab_size=16, hidden_size=16, intermediate_size=12, **sizes)
     found = shown(config, 3, 4, etp=etp)
-    first, second = ("whole", "whole") if etp == 1 else ("Shard(0)", "Shard(1)")
     experts = {name.split(".experts.")[1]: part for name, part in found.items() if ".experts." in name}
     assert experts == {
-        f"{e}.{layer}.weight": (second if layer == "w2" else first, *expert)
-        for e in range(2)
-        for layer in ("w1", "w2", "w3")
+        "0.w1.weight": first,
+        "0.w2.weight": second,
+        "0.w3.weight": first,
+        "1.w1.weight": first,
+        "1.w2.weight": second,
+        "1.w3.weight": first,
     }
     routers = [part for name, part in found.items() if name.endswith("gate.weight")]
     assert routers == [("Partial", 3, 4)]
@@ -137,7 +149,7 @@ def test_the_columns_of_an_expert_are_divided_by_etp_alone():
 # ---- gradients that are terms of a sum -------------------------------------------------------------------------------
 
 
-class Doubling:
+class SameGradients:
     """A group of ranks that all have the same gradients; it notes how many elements each sum has."""
 
     def __init__(self, size):
@@ -150,9 +162,15 @@ class Doubling:
 
 
 def parameters():
-    """One parameter of each placement, with gradients of ones; the last has none."""
-    placements = [Replicate(0, 4), Partial(0, 4), Shard(0, 4, 0, 8), Shard(0, 2, 0, 8, copies=2), Partial(0, 4)]
-    placements.append(Partial(0, 4))
+    """Return parameters of every placement, with gradients of ones; the last has none."""
+    placements = [
+        Replicate(0, 4),
+        Partial(0, 4),
+        Shard(0, 4, 0, 8),
+        Shard(0, 2, 0, 8, copies=2),
+        Partial(0, 4),
+        Partial(0, 4),
+    ]
     made = []
     for placement in placements:
         p = Parameter(np.zeros((2, 3)))
@@ -164,19 +182,20 @@ def parameters():
 
 
 def test_each_group_sums_its_terms_in_one_message():
-    every, copies = Doubling(4), Doubling(2)
+    every = SameGradients(4)
+    copies = SameGradients(2)
     given = parameters()
-    gradients = [p.grad for p in given]
+    *others, without = given
+    gradients = [p.grad for p in others]
     TensorParallel(every, copies).sum_partial(given)
     assert (every.sums, copies.sums) == ([12], [6])
-    assert [None if p.grad is None else p.grad.tolist() for p in given] == [
-        None if factor is None else [[factor] * 3] * 2 for factor in (1.0, 4.0, 1.0, 2.0, 4.0, None)
-    ]
-    assert all(p.grad is gradient for p, gradient in zip(given, gradients, strict=True)), "in place"
+    assert [p.grad.tolist() for p in others] == [[[factor] * 3] * 2 for factor in (1.0, 4.0, 1.0, 2.0, 4.0)]
+    assert all(p.grad is gradient for p, gradient in zip(others, gradients, strict=True)), "in place"
+    assert without.grad is None
 
 
 def test_a_step_sums_what_data_parallelism_has_not():
-    group = Doubling(4)
+    group = SameGradients(4)
     tensor = TensorParallel(group)
     tensor.partial = parameters()
     optimizer = SimpleNamespace()
@@ -192,7 +211,8 @@ def test_a_step_sums_what_data_parallelism_has_not():
 
 
 def test_without_terms_nothing_is_sent():
-    group, alone = Doubling(4), Doubling(1)
+    group = SameGradients(4)
+    alone = SameGradients(1)
     TensorParallel(group).sum_partial(parameters()[2:4])
     TensorParallel(alone).sum_partial(parameters()[:3])
     assert group.sums == alone.sums == []

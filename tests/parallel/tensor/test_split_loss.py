@@ -1,8 +1,8 @@
-"""Claims about dtypes and padding over ranks: what travels in which dtype, and that padding has no probability."""
+"""Claims about dtypes and padding over ranks: in which dtypes arrays travel, and which logits padding has."""
 
 import numpy as np
 import pytest
-from training import Proxy
+from training import OneOf, Proxy
 
 from minipar.autograd import Tensor, cross_entropy_sum
 from minipar.comm import run_local, serial
@@ -47,7 +47,7 @@ class Noting(Proxy):
     ],
 )
 def test_activations_travel_in_these_dtypes(options, x, summed, gathered):
-    """Whatever travels, results have the dtype that the activation has."""
+    """Results have the dtype of the activation, in whichever dtype it travels."""
     comm = Noting(serial())
     group = TensorGroup(comm, **options)
     array = np.arange(6.0).reshape(1, 2, 3).astype(x)
@@ -66,7 +66,7 @@ def test_activations_travel_in_these_dtypes(options, x, summed, gathered):
     ],
 )
 def test_blocks_of_attention_travel_in_these_dtypes(dtype, reduce_dtype, blocks, gradients):
-    """Keys and values in the model's dtype, the sums of their gradients in that of sums."""
+    """Keys and values travel in the model's dtype, the sums of their gradients in that of sums."""
 
     def rank(comm, kind):
         over = Noting(comm)
@@ -78,18 +78,10 @@ def test_blocks_of_attention_travel_in_these_dtypes(dtype, reduce_dtype, blocks,
         assert y.dtype == qkv.grad.dtype == np.float64
         return over.sent
 
-    ring = [("isend", blocks), ("isend", blocks), *[("isend", gradients)] * 2]
+    ring = [("isend", blocks), ("isend", blocks), ("isend", gradients), ("isend", gradients)]
     assert run_local(2, rank, RingAttention) == [ring] * 2
     gather = [("all_gather", blocks), ("all_gather", blocks), ("reduce_scatter", gradients)]
     assert run_local(2, rank, AllGatherAttention) == [gather] * 2
-
-
-class OneOf:
-    """A communicator of so many ranks, seen from one of them."""
-
-    def __init__(self, rank, size):
-        self.rank = rank
-        self.size = size
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -98,7 +90,8 @@ class OneOf:
 )
 def test_logits_of_padding_are_minus_infinity(rank, vocab, padding, dtype):
     """A rank of three has three rows; as many at its end as are beyond the vocabulary are padding."""
-    x, weight = RANDOM.standard_normal((1, 2, 4)).astype(dtype), RANDOM.standard_normal((3, 4)).astype(dtype)
+    x = RANDOM.standard_normal((1, 2, 4)).astype(dtype)
+    weight = RANDOM.standard_normal((3, 4)).astype(dtype)
     border = Border(TensorGroup(OneOf(rank, 3)))
     logits = vocab_parallel_head(Tensor(x), Tensor(weight), vocab, border).data
     assert logits.dtype == dtype and logits.shape == (1, 2, 3)
@@ -124,15 +117,15 @@ def test_the_loss_and_its_gradient_are_those_of_whole_logits(dtype, flat):
     np.testing.assert_allclose(own.grad, whole.grad, atol=1e-6)
 
 
-def test_targets_are_below_the_columns_of_all_ranks():
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_targets_are_below_the_columns_of_all_ranks(ranks):
     def loss(comm, target, **options):
         logits = Tensor(np.zeros((1, 1, 3)))
         return vocab_parallel_cross_entropy_sum(logits, np.array([[target]]), comm, **options).item()
 
-    for ranks in (1, 2):
-        last = 3 * ranks - 1
-        assert run_local(ranks, loss, last) == [pytest.approx(np.log(3 * ranks))] * ranks
-        with pytest.raises(UsageError, match=str(last + 1)):
-            run_local(ranks, loss, last + 1)
-        with pytest.raises(UsageError, match=str(last)):
-            run_local(ranks, lambda comm, last=last: loss(comm, last, vocab_size=last))
+    last = 3 * ranks - 1
+    assert run_local(ranks, loss, last) == [pytest.approx(np.log(3 * ranks))] * ranks
+    with pytest.raises(UsageError, match=str(last + 1)):
+        run_local(ranks, loss, last + 1)
+    with pytest.raises(UsageError, match=str(last)):
+        run_local(ranks, lambda comm: loss(comm, last, vocab_size=last))

@@ -27,9 +27,10 @@ def test_a_layer_takes_arrays_and_tensors_alike(kind, options, dtype):
         layer.bias.data[...] = np.arange(12)
     x = RANDOM.standard_normal((2, 4, 8))
     expected = layer(x)
-    made = tree_layers.TreeRowLinear(layer, border())
     if kind == "column":
         made = tree_layers.TreeColumnLinear(layer, border(), 3)
+    else:
+        made = tree_layers.TreeRowLinear(layer, border())
     for given in (x, Tensor(x.astype(dtype))):
         y = made(given)
         assert y.dtype == dtype
@@ -47,15 +48,17 @@ def test_a_rank_of_a_sequence_has_its_share_of_token_leaves():
 
 
 def test_a_column_layers_groups_are_cut_one_by_one():
-    """Of the columns of q, k and v a leaf has some of each, so the sums of the input's gradient have other bits."""
+    """A leaf has columns of q, of k and of v, so the sums of the input's gradient have other bits."""
     layer = Linear(4, 12, name="a", dtype="float64", std=0.5)
     gradients = []
     columns = np.arange(12.0) / 7
-    for groups in (1, 3):
+    for groups, leaves in (
+        (1, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]),
+        (3, [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]),
+    ):
         x = Tensor(np.ones((1, 2, 4)), requires_grad=True)
         made = tree_layers.TreeColumnLinear(layer, border(4), groups)
         made(x).backward(np.tile(columns, (1, 2, 1)))
-        leaves = [[c for c in range(12) if c // (12 // groups // 4) % 4 == leaf] for leaf in range(4)]
         products = [columns[own] @ layer.weight.data[:, own].T for own in leaves]
         expected = (products[0] + products[1]) + (products[2] + products[3])
         np.testing.assert_allclose(x.grad[0, 0], expected, rtol=1e-14)
@@ -76,14 +79,15 @@ def test_positions_are_looked_up_once_or_for_each_document():
 
 
 def test_the_head_multiplies_by_the_embedding():
-    x, weight = RANDOM.standard_normal((1, 2, 4)), RANDOM.standard_normal((6, 4))
+    x = RANDOM.standard_normal((1, 2, 4))
+    weight = RANDOM.standard_normal((6, 4))
     y = tree_layers.head(Tensor(x), Tensor(weight), border())
     np.testing.assert_allclose(y.data, x @ weight.T, rtol=1e-13)
 
 
 def test_norms_of_a_model_add_up_the_gradients_of_all_tokens():
     layer = LayerNorm(4, dtype="float64")
-    model = type(layer)(4, dtype="float64")
+    model = LayerNorm(4, dtype="float64")
     x, dy = RANDOM.standard_normal((2, 4, 4)), RANDOM.standard_normal((2, 4, 4))
     tree_layers.use_trees(model, border())
     results = []
