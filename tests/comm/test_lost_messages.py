@@ -77,7 +77,8 @@ def one_step(comm):
 @pytest.fixture(scope="module")
 def messages():
     """The messages of a step of training, in an order without meaning."""
-    return random.Random(0).sample(found := messages_of(LAYOUT.ranks, one_step), len(found))
+    found = messages_of(LAYOUT.ranks, one_step)
+    return random.Random(0).sample(found, len(found))
 
 
 @pytest.mark.sampled(3)

@@ -194,7 +194,7 @@ def test_a_rank_alone_that_waits_for_a_message_is_a_deadlock():
     ],
 )
 def test_an_operation_needs_no_more_scratch_than_this(op, algorithm, elements):
-    """Of 9 elements on 3 ranks: two chunks for a ring, all elements for the others. (Rank 0 rests without any.)"""
+    """For 9 elements on 3 ranks a ring needs two chunks, the others all elements. (Rank 0 rests without any.)"""
 
     def program(comm):
         ledger = MemoryLedger()

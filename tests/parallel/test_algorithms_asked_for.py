@@ -82,7 +82,7 @@ def test_zero_optimizer_gathers_in_pairs(algorithm):
 
 
 def test_a_rank_of_zero_optimizer_sends_its_chunk_to_every_other():
-    """Of 26 elements on four ranks two have seven, and two have six."""
+    """Two of the four ranks have seven of the 26 elements, and two have six."""
 
     def rank(comm):
         model = MLP()
