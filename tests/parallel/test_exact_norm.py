@@ -77,7 +77,7 @@ def test_an_axis_is_asked_for_no_sum_of_zeros():
 
 
 def test_the_order_of_long_integers_changes_no_bit(monkeypatch):
-    """With longer integers than the library's a few elements show what millions of them would."""
+    """Integers that are longer than the library's show with a few elements what its own show with millions."""
     monkeypatch.setattr(exact_norm, "BITS", 60)
     random = np.random.Generator(np.random.Philox(7))
     for _ in range(50):
