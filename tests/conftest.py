@@ -1,7 +1,6 @@
 """Shared by all tests. Every test process is set up as a rank is: with one BLAS thread."""
 
 import gc
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,28 +9,6 @@ from minipar import backend
 
 backend.prepare_process()
 gc.disable()  # until the tests are collected: they are all kept
-
-
-FEW = 3  # cases, each of which is often a claim of its own
-
-
-@pytest.hookimpl(tryfirst=True)  # before those that are `long` are left out
-def pytest_collection_modifyitems(items):
-    """Mark the cases of a `sampled` test as `long`, all but each `every`-th, if there are more than FEW."""
-    sampled = [item for item in items if item.get_closest_marker("sampled") is not None]
-    count = Counter(test_of(item) for item in sampled)
-    before = Counter()
-    for item in sampled:
-        (every,) = item.get_closest_marker("sampled").args
-        test = test_of(item)
-        if count[test] > FEW and before[test] % every != 0:
-            item.add_marker(pytest.mark.long)
-        before[test] += 1
-
-
-def test_of(item):
-    """Return what the cases of one test have in common."""
-    return item.path, item.originalname
 
 
 def pytest_collection_finish():

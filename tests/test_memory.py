@@ -5,17 +5,18 @@ peak is what tracemalloc measures. And one about malloc: what an array leaves, t
 import ctypes
 import json
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from launcher import run_mpi
 from training import config_for, trainer_for
 
-from minipar import backend
+from minipar.backend import one_blas_thread
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, _recording, enter, hold
 from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
+from minipar.train.__main__ import run_job
+from minipar.train.config import parse
 from minipar.train.data import load_tokens
 from minipar.train.from_config import step_layout
 
@@ -49,26 +50,14 @@ def test_memory_is_taken_off_when_the_last_reference_goes():
     assert ledger.total() == 0
 
 
-def test_memory_freed_after_the_recording_is_taken_off_too():
-    with MemoryLedger().recording() as ledger:
-        array = np.zeros(4)
-        hold("optimizer", array)
-    del array
-    assert ledger.held["optimizer"] == 0
-
-
 def test_the_first_name_stays():
     with MemoryLedger().recording() as ledger:
         array = np.zeros(5)
         hold("gradients", array)
         hold("buffers", array, array[1:])
         assert (ledger.held["gradients"], ledger.held["buffers"]) == (40, 0)
-
-
-def test_what_is_not_an_array_is_passed_over():
-    with MemoryLedger().recording() as ledger:
-        hold("activations", None, 3.0, "text", [np.zeros(3)], np.float64(1), lambda: None)
-        assert ledger.total() == 0 and ledger.moments == []
+    del array
+    assert ledger.held["gradients"] == 0  # after the recording too
 
 
 def test_nothing_happens_without_a_recording():
@@ -79,17 +68,6 @@ def test_nothing_happens_without_a_recording():
     hold("parameters", np.zeros(3))
     enter("forward")
     assert ledger.total() == 0 and ledger.phase == "setup" and ledger.moments == []
-
-
-def test_recordings_nest_and_end_with_an_exception():
-    outer, inner = MemoryLedger(), MemoryLedger()
-    a, b = np.zeros(1), np.zeros(2)
-    with outer.recording():
-        with pytest.raises(KeyError), inner.recording():
-            hold("buffers", b)
-            raise KeyError
-        hold("buffers", a)
-    assert (outer.total(), inner.total()) == (8, 16)
 
 
 def test_the_peak_is_the_largest_sum_and_says_of_what():
@@ -103,22 +81,6 @@ def test_the_peak_is_the_largest_sum_and_says_of_what():
     assert ledger.peak == 1200 and ledger.held["gradients"] == ledger.total() == 400
     assert ledger.peak_parts == dict.fromkeys(KINDS, 0) | {"activations": 800, "gradients": 400}
     assert ledger.moments == [("backward", (0, 400, 0, 0, 0))]
-
-
-def test_the_first_of_equal_peaks_says_of_what():
-    with MemoryLedger().recording() as ledger:
-        hold("activations", np.zeros(100))  # freed again at once
-        hold("gradients", np.zeros(100))
-    assert ledger.peak == 800 and ledger.peak_parts == dict.fromkeys(KINDS, 0) | {"activations": 800}
-
-
-def test_a_phase_keeps_the_moments_before_it():
-    with MemoryLedger().recording() as ledger:
-        enter("forward")
-        enter("backward")
-        assert ledger.moments == [("forward", (0,) * 5), ("backward", (0,) * 5)]
-        enter("forward", restart=True)
-    assert ledger.moments == [("forward", (0,) * 5)]
 
 
 def test_moments_are_told_with_their_phase():
@@ -166,11 +128,10 @@ def ledgers(size, flags):
     return run_local(size, rank)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    ("size", "dtype"), [*((n, "float32") for n in (1, 2, 3, 5, 8)), (1, "float64"), (3, "float64")]
+    ("stage", "size", "dtype"),
+    [(0, 2, "float64"), (1, 3, "float32"), (2, 5, "float32"), (3, 3, "float64"), (3, 8, "float32"), (3, 1, "float32")],
 )
-@pytest.mark.parametrize("stage", STAGES)
 def test_model_state_is_the_formulas_at_every_moment_of_a_step(stage, size, dtype):
     shares = 0
     for _, moments, psi, own in ledgers(size, f"--zero-stage {stage} --dtype {dtype} --clip-grad 1"):
@@ -181,20 +142,22 @@ def test_model_state_is_the_formulas_at_every_moment_of_a_step(stage, size, dtyp
     assert shares == psi
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("model", ["--hidden 14 --heads 2", "--model mixtral --experts 3 --hidden 12 --heads 2"])
-@pytest.mark.parametrize("flags", ["--tp 2", "--pp 2 --microbatches 2", "--tp 2 --pp 2"])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_model_state_under_tp_and_pp_is_the_formulas_too(stage, flags, model):
-    flags = f"{flags} --zero-stage {stage} {model}"
-    for _, moments, psi, own in ledgers(8, flags):
+@pytest.mark.parametrize(
+    ("stage", "flags"),
+    [
+        (0, "--tp 2 --hidden 14 --heads 2"),
+        (1, "--tp 2 --pp 2 --hidden 14 --heads 2"),
+        (1, "--pp 2 --microbatches 2 --model mixtral --experts 3 --hidden 12 --heads 2"),
+        (0, "--tp 2 --pp 2 --model mixtral --experts 3 --hidden 12 --heads 2"),
+    ],
+)
+def test_model_state_under_tp_and_pp_is_the_formulas_too(stage, flags):
+    for _, moments, psi, own in ledgers(4, f"{flags} --zero-stage {stage}"):
         state = model_state(psi, own, stage, OF_DTYPE["float32"])
         assert {held[:3] for _, held in moments} == {(state.parameters, state.gradients, state.optimizer)}
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "size"), [(0, 1), (1, 2), (2, 3), (3, 5)])
 def test_accumulating_microbatches_keep_gradients_whole(stage, size):
     """The most that gradients take in a step is the formula's `accumulating` figure; before and after it they are what
     a step of one microbatch has."""
@@ -273,22 +236,20 @@ def test_the_peak_is_what_tracemalloc_measures_within_10_percent():
         assert 0.9 * measured <= counted <= 1.1 * measured, (recompute, stage, counted, measured)
 
 
-def test_the_command_line_writes_every_ranks_ledger(tmp_path):
+def test_the_program_writes_every_ranks_ledger(tmp_path):
     path = tmp_path / "deep" / "memory.json"
-    flags = f"{SHAPE} --global-batch 6 --zero-stage 2 --dtype float64 --memory {path}"
-    result = run_mpi(3, ["-m", "minipar.train", *flags.split()], timeout=60)
-    assert result.returncode == 0, result.stderr
+    flags = f"{SHAPE} --global-batch 6 --zero-stage 2 --dtype float64"
+    with np.errstate():  # the program changes the process's settings
+        run_local(3, lambda comm: run_job(parse(f"{flags} --memory {path}".split(), comm.rank), comm))
     content = json.loads(path.read_text())
     assert content["kinds"] == ["parameters", "gradients", "optimizer", "activations", "buffers"]
     assert [account["rank"] for account in content["ranks"]] == [0, 1, 2]
     placements = step_layout(config_for(flags, 3)).placements()
     for account in content["ranks"]:
-        assert set(account) == {"rank", "peak", "peak_parts", "moments"}
         state = model_state(*elements_placed(placements, account["rank"]), 2, OF_DTYPE["float64"])
         for phase, held in account["moments"]:
             assert phase in ("forward", "backward", "optimizer")
             assert held[:3] == [state.parameters, state.gradients, state.optimizer]
-        assert list(account["peak_parts"]) == content["kinds"]
         assert account["peak"] == sum(account["peak_parts"].values()) >= max(sum(h) for _, h in account["moments"])
 
 
@@ -321,24 +282,10 @@ def test_freed_arrays_are_used_again_without_page_faults():
     assert int(result.stdout) < 32
 
 
-@pytest.mark.parametrize("accepts", [0, 1])
-def test_malloc_keeps_what_the_c_library_accepts(accepts, monkeypatch):
-    """The names of <malloc.h> are numbers: -1 is the threshold of trimming, -3 that of a map of its own."""
-    asked = []
-
-    def mallopt(parameter, value):
-        asked.append((parameter, value))
-        return accepts
-
-    monkeypatch.setattr(backend.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    backend.prepare_process()
-    assert asked == [(-1, -1), (-3, 2**30), (-3, 32 * 2**20)][: 3 - accepts]
-
-
 @pytest.mark.parametrize("variable", ["OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"])
 def test_the_number_of_threads_is_the_users_if_one_is_set(variable, monkeypatch):
     for each in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(each, raising=False)
-    assert not isinstance(backend.one_blas_thread(), nullcontext)
+    assert not isinstance(one_blas_thread(), nullcontext)
     monkeypatch.setenv(variable, "2")
-    assert isinstance(backend.one_blas_thread(), nullcontext)
+    assert isinstance(one_blas_thread(), nullcontext)

@@ -13,19 +13,13 @@ CONTRACT = (
 ).split()
 
 
-@pytest.mark.parametrize("name", minipar.__all__)
-def test_every_public_name_is_there_and_documented(name):
-    value = getattr(minipar, name)
-    assert value.__doc__
-
-
-def test_the_contract_is_public():
+def test_every_public_name_is_there_and_documented():
+    assert [name for name in minipar.__all__ if not getattr(minipar, name).__doc__] == []
     assert set(CONTRACT) <= set(minipar.__all__) == set(dir(minipar))
-    assert len(minipar.__all__) <= 42
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="No minipar attribute Adam"):
+    with pytest.raises(AttributeError, match="Adam"):
         minipar.Adam  # noqa: B018
 
 

@@ -1,15 +1,14 @@
 """The common part of GPT-2 and Llama: the sizes that others read, and the segments of the model.
 
-parallel/__init__.py lists all that strategies set on a serial model. Tensor parallelism replaces
-layers by parallel ones, divides each attention's heads, and replaces the two functions that see the
-whole vocabulary, `project` and `criterion`. Where several layers read one input, their block calls `enter` first, and
-a layer of experts ends with `leave`: both are `identity` until tensor parallelism fills them.
-Context parallelism replaces each `attention`, and `positions`. Both give `mask_slices` to each
-Dropout that sees a part of an activation. Pipeline parallelism runs a range of `segments` on each
-rank. A tied token embedding may then be on two ranks, so the head has a leaf of its own
-(`head_weight`), whose gradient is added before the step. Data parallelism and ZeRO move all
-parameters into flat storage and add gradient hooks. ZeRO stage 3 wraps the `run` of each segment,
-too.
+Tensor parallelism replaces layers by parallel ones, divides each attention's heads, and replaces
+the two functions that see the whole vocabulary, `project` and `criterion`. Where several layers
+read one input, their block calls `enter` first, and a layer of experts ends with `leave`: both are
+`identity` until tensor parallelism fills them. Context parallelism replaces each `attention`, and
+`positions`. Both give `mask_slices` to each Dropout that sees a part of an activation. Pipeline
+parallelism runs a range of `segments` on each rank. A tied token embedding may then be on two
+ranks, so the head has a leaf of its own (`head_weight`), whose gradient is added before the step.
+Data parallelism and ZeRO move all parameters into flat storage and add gradient hooks. ZeRO stage 3
+wraps the `run` of each segment, too.
 """
 
 from abc import ABC, abstractmethod

@@ -14,17 +14,3 @@ over placements: grad_norm.py, state.py, memory.py, traffic.py (those of
 layout.py). The helpers of data parallelism know no strategy:
 groups.py says which parameters travel together, hybrid.py how, and guards.py and step_guard.py refuse mistakes.
 """
-
-# All that a strategy may set, or add to, on a model, its modules and its parameters. What one
-# strategy needs from another is an argument (parallelize.py), never an attribute;
-# tests/parallel/test_source.py compares this list with the code.
-SET_BY_STRATEGIES = {
-    "Parameter": ("data", "grad", "grad_buffer", "grad_dtype", "owners", "placement"),
-    "Module": ("split_over", "forward", "loss_sum"),
-    "Segment": ("run", "parameters"),
-    "LanguageModel": ("project", "criterion", "positions"),
-    "Dropout": ("mask_slices",),
-    "SelfAttention": ("attention", "heads", "kv_heads"),
-    "llama.Attention, llama.MLP": ("enter",),
-    "MoE": ("enter", "leave", "experts", "run_experts", "load_sums"),
-}

@@ -361,7 +361,7 @@ DEEPSPEED_2021 = Framework(ring_per_card=False, hidden_reductions=False)
 # of the gate.
 LLAMA_3 = Framework(every_microbatch=False, kept=Activations(sliced=2, inner=1, gated=2))
 
-# tests/parallel/tensor/test_tensor_traffic.py counts what a layer keeps: 20 N + A + 2 B T elements.
+# tests/parallel/tensor/test_activations.py counts what a layer keeps: 20 N + A + 2 B T elements.
 MINIPAR = Framework(
     ring_per_card=False,
     blocking_hops=False,
@@ -381,7 +381,7 @@ MINIPAR = Framework(
 # nanotron, as in the Ultra-Scale Playbook's benchmark: bf16 with gradients accumulated in fp32 (20
 # bytes per parameter, `PRECISIONS["bf16"]` and the copy), flash attention, sequence parallelism
 # with a column-parallel layer's whole input kept, blocks divided with the head in mind. Multiples
-# of the logits and overhead: fitted (tests/plan/fit_nanotron.py).
+# of the logits and overhead: fitted (tests/release/plan/fit_nanotron.py).
 NANOTRON = Framework(
     scattered_hops=False,
     balanced_stages=True,

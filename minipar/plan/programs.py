@@ -44,16 +44,16 @@ class Program:
 LARGER_PRODUCTS = 2e10
 
 # nanotron: the values that are not Megatron's were fitted to the Ultra-Scale Playbook's runs, with
-# its 1B model and without a pipeline, on at most 32 hosts of 8 H100 (tests/plan/fit_nanotron.py),
+# its 1B model and without a pipeline, on at most 32 hosts of 8 H100 (tests/release/plan/fit_nanotron.py),
 # and to nothing else.
 PROGRAMS = {
-    "megatron": Program(  # tests/plan/test_published.py; the other three are LLaMA's, 16 to 28 % too fast
+    "megatron": Program(  # tests/release/plan/test_published.py; the other three are LLaMA's, 16 to 28 % too fast
         MEGATRON,
         Assumptions(),
         0.15,
         "seconds are within 15 % of the printed ones in 17 of 20 runs",
     ),
-    "megatron-2021": Program(  # tests/plan/test_megatron_2021.py
+    "megatron-2021": Program(  # tests/release/plan/test_megatron_2021.py
         MEGATRON_2021,
         Assumptions(half_work=LARGER_PRODUCTS),
         0.10,

@@ -1,18 +1,14 @@
-"""Claims about the operations that a PyTorch user expects: values, gradients, ties, dims, texts, their list."""
+"""Claims about the operations that a PyTorch user expects: values, gradients, ties and dims."""
 
-import pydoc
 import re
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import minipar as mp
 from minipar.autograd import Tensor, concatenate, softmax
 from minipar.autograd.gradcheck import gradcheck
 
-ROOT = Path(__file__).parents[2]
 RANDOM = np.random.Generator(np.random.Philox(31))
 
 
@@ -67,10 +63,11 @@ def test_values_are_numpys():
         np.testing.assert_allclose(Tensor(x).softmax(dim).data, powers / powers.sum(dim, keepdims=True), rtol=1e-13)
     assert np.array_equal(Tensor(x).softmax().data, Tensor(x).softmax(2).data)
     for dim in (None, 0, -1, (0, 2)):
+        assert Tensor(x).max(dim).shape == Tensor(x).sum(dim).shape == Tensor(x).mean(dim).shape == x.max(dim).shape
         for keepdims in (False, True):
             assert np.array_equal(Tensor(x).max(dim, keepdims).data, x.max(dim, keepdims=keepdims))
-        for call, reduced in ((Tensor.sum, x.sum(dim)), (Tensor.mean, x.mean(dim)), (Tensor.max, x.max(dim))):
-            assert call(Tensor(x), dim).shape == reduced.shape  # without the dim, unless it is to be kept
+            np.testing.assert_allclose(Tensor(x).sum(dim, keepdims).data, x.sum(dim, keepdims=keepdims), rtol=1e-13)
+            np.testing.assert_allclose(Tensor(x).mean(dim, keepdims).data, x.mean(dim, keepdims=keepdims), rtol=1e-13)
     assert np.array_equal(Tensor(x).relu().data, np.maximum(x, 0))
     assert np.array_equal(Tensor(x).swapaxes(0, -1).data, x.swapaxes(0, -1))
     assert np.array_equal(concatenate([Tensor(x), x], dim=1).data, np.concatenate([x, x], axis=1))
@@ -124,9 +121,6 @@ def test_operations_keep_the_dtype(dtype):
         assert y.dtype == dtype and x.grad.dtype == dtype
 
 
-# ---- transpose, which has NumPy's and torch's form -------------------------------------------------------------------
-
-
 def test_two_dims_are_swapped_as_in_torch():
     x = normal(2, 3, 4)
     assert np.array_equal(Tensor(x).transpose(1, 2).data, x.swapaxes(1, 2))
@@ -138,11 +132,8 @@ def test_two_dims_are_swapped_as_in_torch():
 
 @pytest.mark.parametrize("dims", [(0,), (0, 3), (0, 1, 1), (0, 1, 3), (0, 1, 2, 3), (-4, 0)])
 def test_a_transpose_of_other_dims_is_refused(dims):
-    with pytest.raises(ValueError, match=r"transpose\(.*\) of shape \(2, 3, 4\): name two dims .* or all 3 once"):
+    with pytest.raises(ValueError, match=r"\(2, 3, 4\)"):
         Tensor(normal(2, 3, 4)).transpose(*dims)
-
-
-# ---- numbers and texts -----------------------------------------------------------------------------------------------
 
 
 def test_a_tensor_of_one_element_is_a_number_as_in_torch():
@@ -159,71 +150,8 @@ def test_a_number_of_numpy_is_an_array_without_dims():
         assert type(x.data) is np.ndarray and x.data.shape == () and x.item() == 2.5
 
 
-def test_a_tensor_of_more_elements_is_no_number():
+@pytest.mark.parametrize("shape", [(2,), (0, 3)])
+def test_a_tensor_of_other_sizes_is_no_number(shape):
     for call in (float, Tensor.item):
-        with pytest.raises(ValueError, match=r"a tensor of shape \(2,\) has 2 elements, .* reduce it, as with \.mean"):
-            call(leaf([1, 2]))
-        with pytest.raises(ValueError, match=r"a tensor of shape \(0, 3\) has 0 elements"):
-            call(Tensor(np.zeros((0, 3))))
-    with pytest.raises(TypeError):
-        f"{leaf([1, 2]):.3f}"
-
-
-def test_tensors_and_parameters_are_shown_in_one_short_line():
-    shown = {
-        repr(Tensor(np.array(2.5))): "Tensor(2.5, float64)",
-        repr(leaf([[1, 2]], "float32")): "Tensor([[1.0, 2.0]], float32, requires_grad=True)",
-        repr(Tensor(np.zeros((300, 70)))): "Tensor(shape (300, 70), float64)",
-        repr(Tensor(np.arange(8))): "Tensor([0, 1, 2, 3, 4, 5, 6, 7], int64)",
-        repr(Tensor(np.arange(9))): "Tensor(shape (9,), int64)",
-        repr(mp.Linear(30, 70, name="x").weight): "Parameter(shape (30, 70), float32, requires_grad=True)",
-        f"{[Tensor(np.zeros((3, 7)))]}": "[Tensor(shape (3, 7), float64)]",
-        f"{Tensor(np.zeros((3, 7)))}": "Tensor(shape (3, 7), float64)",
-    }
-    assert list(shown) == list(shown.values())
-
-
-# ---- the list of operations ------------------------------------------------------------------------------------------
-
-NO_OPERATIONS = {  # of a Tensor's names
-    "accumulate", "backward", "data", "detach", "dtype", "grad", "grad_buffer", "grad_dtype", "hooks", "item", "ndim",
-    "node", "register_post_accumulate_grad_hook", "requires_grad", "shape", "size",
-}  # fmt: skip
-OPERATORS = {"__add__": "x + y", "__sub__": "x - y", "__mul__": "x * y", "__truediv__": "x / y", "__pow__": "x ** 2"}
-OPERATORS |= {"__matmul__": "x @ y", "__neg__": "-x", "__getitem__": "x[index]"}
-REVERSED = {"__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__rmatmul__"}
-FOR_PYTHON = {"__init__", "__repr__", "__float__", "__format__", "__array_ufunc__", "__module__", "__doc__"}
-FOR_PYTHON |= {"__slots__", "__weakref__", "__firstlineno__", "__static_attributes__", "__annotations__"}
-
-
-def operations():
-    """The operations of the class, in the form in which they are listed."""
-    names = set(vars(Tensor)) - NO_OPERATIONS - REVERSED - FOR_PYTHON
-    return {OPERATORS[name] if name.startswith("__") else f"x.{name}" for name in names}
-
-
-def test_the_documented_list_of_operations_is_complete():
-    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    listed = {re.sub(r"\(.*\)$", "", word) for row in rows for word in re.findall(r"`(.*?)`", row)}
-    functions = {word.removeprefix("mp.") for word in listed if word.startswith("mp.")}
-    assert {word for word in listed if not word.startswith("mp.")} == operations()
-    assert [name for name in functions if not callable(getattr(mp, name))] == []
-    assert {
-        "relu",
-        "softmax",
-        "concatenate",
-        "gelu",
-        "cross_entropy_sum",
-        "causal_attention",
-        "checkpoint",
-    } == functions
-
-
-def test_help_lists_the_operations():
-    text = pydoc.render_doc(Tensor, renderer=pydoc.plaintext)
-    summary = " ".join(text[: text.index("Methods defined here")].split())
-    for operation in operations():
-        assert operation.removeprefix("x.") in summary, operation
-        if operation.startswith("x."):
-            assert getattr(Tensor, operation.removeprefix("x.")).__doc__, operation
+        with pytest.raises(ValueError, match=re.escape(str(shape))):
+            call(Tensor(np.zeros(shape)))

@@ -13,16 +13,6 @@ def times(row):
     return [(slot.start, slot.end) for slot in row]
 
 
-def test_each_rank_has_two_stages_and_every_microbatch():
-    mine = dualpipe(4, 5)
-    for r, actions in enumerate(mine.ranks):
-        halves = [half for action in actions for half in action.halves]
-        assert {half.stage for half in halves} == {r, 4 + 3 - r}  # the model's stage, and the copy's, which begins at 4
-        for stage in (r, 4 + 3 - r):
-            forwards = [half.microbatch for half in halves if half.stage == stage and half.kind == "F"]
-            assert forwards == list(range(5))
-
-
 def test_a_microbatch_stays_in_its_model():
     mine = dualpipe(4, 5)
 

@@ -6,7 +6,6 @@ from chapter_code import run_functions, run_section
 
 from chapters.exercises.e30_muon_owners import orthogonalize as of_the_exercise
 from chapters.support.ch09 import stack
-from chapters.support.ch09.muon_figures import plot_owners, plot_spectra
 from chapters.support.predict import predict, reveal
 from minipar.comm import chunk_bounds, run_local
 
@@ -56,9 +55,7 @@ def test_the_stacks_gradient_is_that_of_its_loss():
     assert all(np.shares_memory(view, flat) for view in stack.views(flat))
 
 
-@pytest.mark.parametrize(
-    "ranks", [1, 3, pytest.param(2, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_the_section_proves_its_claims_on_threads(ranks):
     shown = []
 
@@ -81,17 +78,3 @@ def test_the_section_proves_its_claims_on_threads(ranks):
 
     run_local(ranks, program)
     assert shown == ["09_spectra", "09_owners"]
-
-
-def test_spectra_are_drawn_as_given():
-    parts, whole, gradient = plot_spectra([3, 4], [1.0, 0.7], [2.0, 0.1]).axes[0].lines
-    assert list(parts.get_ydata()) == [2.0, 0.1] and list(whole.get_ydata()) == [1.0, 0.7]
-    assert list(gradient.get_ydata()) == [0.6, 0.8]
-
-
-def test_each_rank_has_its_bar_and_its_level():
-    axes = plot_owners([1024, 4096], [2048, 2048], [0, 2]).axes[0]
-    assert [bar.get_height() for bar in axes.patches] == [1, 4]
-    assert [text.get_text() for text in axes.texts] == ["owns 0", "owns 2"]
-    (levels,) = axes.collections
-    assert [segment[0][1] for segment in levels.get_segments()] == [2, 2]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chapters.support.ch11.ring_layer import Layer, Ring, positions_of, rotate
+from chapters.support.ch11.ring_layer import Layer, Ring, rotate
 from chapters.support.ch11.whole_table import full, full_backward
 from minipar.comm import serial
 
@@ -54,11 +54,6 @@ def test_gradients_are_differences_of_the_loss(layer, which):
     assert (loss(1e-6) - loss(-1e-6)) / 2e-6 == pytest.approx((gradient * step).sum(), rel=1e-6)
 
 
-def test_split_and_join_are_inverse(layer):
-    x = np.random.default_rng(3).normal(size=(2, 4, H))
-    assert layer.split(x).shape == (2, KV_HEADS, 2, 4, WIDTH) and np.array_equal(layer.join(layer.split(x)), x)
-
-
 def test_training_lowers_the_loss_and_keeps_the_weights(layer):
     values = weights()
     losses, first, sent = layer.train(serial(), values)
@@ -73,7 +68,3 @@ def test_scores_of_rotated_vectors_know_distances_alone():
     scores = [(rotate(q, np.array([[m]])) * rotate(k, np.array([[n]]))).sum() for m, n in ((3, 1), (12, 10), (3, 2))]
     assert scores[0] == pytest.approx(scores[1], rel=1e-12) and scores[0] != pytest.approx(scores[2], rel=1e-3)
     assert np.allclose(rotate(rotate(q, np.array([[5]])), np.array([[5]]), -1), q, rtol=1e-12)
-
-
-def test_positions_are_places_in_the_sample():
-    assert positions_of((1, 2), 12, 2).tolist() == [[3, 4, 5], [6, 7, 8]]

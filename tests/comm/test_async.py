@@ -1,7 +1,6 @@
 """Asynchronous work: any order of waiting, many at once, and axes issued in different orders."""
 
 import threading
-from functools import partial
 
 import numpy as np
 import pytest
@@ -109,110 +108,31 @@ def test_a_message_of_the_wrong_size_names_both_sizes():
         else:
             comm.irecv(np.zeros(3), 0, 5).wait()
 
-    with pytest.raises(CommunicationError, match=r"rank 1, recv: rank 0 sent 32 bytes \(tag 5\), but 24 were expected"):
+    with pytest.raises(CommunicationError, match="rank 1, .*rank 0 .*32 bytes .*tag 5.* 24 "):
         run_local(2, program)
 
 
-def test_a_message_reaches_an_array_of_a_subclass():
-    class Named(np.ndarray):
-        pass
-
-    def program(comm):
-        x = np.zeros(3).view(Named)
-        if comm.rank == 0:
-            comm.isend(np.ones(3), 1).wait()
-        else:
-            assert comm.irecv(x, 0).wait() is x
-        return x.tolist()
-
-    assert run_local(2, program)[1] == [1.0, 1.0, 1.0]
-
-
-def disagree(comm, ready):
-    """Issue an operation on which two ranks disagree. Rank 0 learns it later, rank 1 at once."""
-    if comm.rank == 0:
-        return comm.all_reduce(np.ones(4), async_op=True)
-    ready.wait()
-    with pytest.raises(CommunicationError, match="another number of elements"):
-        comm.all_reduce(np.ones(5), async_op=True)
-    return None
-
-
 def test_an_error_ends_the_operation_that_failed_and_no_other():
-    """A test of the second operation meets the error of the first one."""
+    """The ranks disagree on the first one. Rank 1 learns it at once, rank 0 when it tests the second one."""
     ready = threading.Event()
 
     def program(comm):
-        first = disagree(comm, ready)
+        if comm.rank == 0:
+            first = comm.all_reduce(np.ones(4), async_op=True)
+        else:
+            ready.wait()
+            with pytest.raises(CommunicationError):
+                comm.all_reduce(np.ones(5), async_op=True)
         second = comm.all_reduce(np.ones(3), async_op=True)
         if comm.rank == 0:
             ready.set()
-            with pytest.raises(CommunicationError, match="operation 1.*another number of elements"):
+            with pytest.raises(CommunicationError, match="operation 1"):
                 while not second.test():
                     pass
             for _ in range(2):
-                with pytest.raises(CommunicationError, match="operation 1.*another number of elements"):
+                with pytest.raises(CommunicationError, match="operation 1"):
                     first.wait()
         assert (second.wait() == 2).all()
         assert (comm.all_reduce(np.ones(5)) == 2).all()
-
-    run_local(2, program)
-
-
-def test_a_wait_that_meets_another_axis_error_can_be_repeated():
-    ready = threading.Event()
-    met = threading.Event()
-
-    def program(comm):
-        other = comm.split(0, "tp")
-        failing = disagree(other, ready)
-        if comm.rank == 1:
-            met.wait()
-        work = comm.all_reduce(np.ones(3), async_op=True)
-        if comm.rank == 0:
-            ready.set()
-            with pytest.raises(CommunicationError, match="tp rank"):
-                work.wait()
-            met.set()
-        assert (work.wait() == 2).all()
-        if comm.rank == 0:
-            with pytest.raises(CommunicationError, match="tp rank"):
-                failing.wait()
-
-    run_local(2, program)
-
-
-def test_what_follows_an_operation_is_called_once_it_is_done():
-    def program(comm):
-        called = []
-        if comm.rank == 1:
-            comm.barrier()  # rank 0 is here only after it has looked
-        work = comm.irecv(np.zeros(1), 1 - comm.rank)
-        for number in range(3):
-            work.then(partial(called.append, number))
-        if comm.rank == 0:
-            assert not work.test() and called == []
-            comm.barrier()
-        out = comm.isend(np.ones(1), 1 - comm.rank)
-        assert work.wait() == 1 and called == [0, 1, 2]
-        work.then(partial(called.append, "at once"))
-        assert called == [0, 1, 2, "at once"]
-        assert work.test() and work.wait() == 1 and len(called) == 4
-        out.wait()
-
-    run_local(2, program)
-
-
-def test_a_finished_operation_is_no_longer_unwaited():
-    def program(comm):
-        works = [comm.all_reduce(np.ones(1), async_op=True) for _ in range(3)]
-        assert list(comm.engine.unwaited) == works
-        works[2].wait()
-        assert list(comm.engine.unwaited) == works[:2]
-        assert works[0].test()
-        assert list(comm.engine.unwaited) == works[1:2]
-        comm.all_reduce(np.ones(1))  # a blocking one is never listed
-        works[1].wait()
-        assert comm.engine.unwaited == {}
 
     run_local(2, program)

@@ -4,10 +4,9 @@ import time
 
 import numpy as np
 import pytest
-from transports import OURS, Wrapped, collective
 
 from minipar.comm import DeviceMesh, Network, run_local, start_trace
-from minipar.comm.clock import CpuClock, ModelClock
+from minipar.comm.clock import CpuClock
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import ThreadTransport
 from minipar.errors import UsageError
@@ -55,11 +54,6 @@ def test_the_other_algorithms_take_their_formulas(p):
     assert model_times(p, lambda c: c.barrier()) == [lg * ALPHA] * p
 
 
-def test_hosts_have_eight_ranks_unless_they_say_otherwise():
-    hosts = Network(ALPHA, between=Network(alpha=8.0))
-    assert [hosts.seconds(0, *ends) for ends in ((0, 7), (7, 8), (8, 15), (0, 15))] == [ALPHA, 8.0, ALPHA, 8.0]
-
-
 @pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2), (4, 1)])
 def test_a_ring_across_hosts_takes_the_slow_networks_time(dp, tp):
     """Two hosts of two ranks: a ring over both of them ends at the pace of its slowest link, one inside a host does not
@@ -90,39 +84,24 @@ def test_only_messages_between_hosts_take_the_slow_price():
     slow, fast = 8.0 + 16 * 0.5, ALPHA + 16 * BETA
     pairs = {(0, 3): fast, (3, 4): slow, (4, 3): slow, (4, 7): fast, (0, 4): slow, (9, 10): fast}
     assert {pair: hosts.seconds(16, *pair) for pair in pairs} == pairs
+    by_default = Network(between=Network(alpha=8.0))  # messages are free, and hosts have 8 ranks
+    assert [by_default.seconds(10**9, *pair) for pair in ((0, 7), (7, 8), (8, 15), (16, 15))] == [0, 8, 0, 8]
 
 
-def test_by_default_messages_are_free_and_hosts_have_8_ranks():
-    assert Network().seconds(10**9) == 0
-    hosts = Network(between=Network(alpha=8.0))
-    assert [hosts.seconds(10**9, *pair) for pair in ((0, 7), (7, 8), (8, 15), (16, 15))] == [0, 8, 0, 8]
-    assert ModelClock().flops_per_second == 1e12
+@pytest.mark.parametrize(("receiver", "goes_on"), [(1.0, 5.0 + ALPHA + 8 * BETA), (50.0, 50.0)])
+def test_a_receiver_continues_no_earlier_than_the_arrival(receiver, goes_on):
+    """... and one that comes after it waits for nothing."""
 
-
-def test_a_receiver_continues_no_earlier_than_the_arrival():
     def program(comm):
         if comm.rank == 0:
             comm.clock.advance(5.0)
             comm.isend(np.zeros(8, np.uint8), 1).wait()
-            return comm.clock.now()
-        comm.clock.advance(1.0)
-        comm.irecv(np.zeros(8, np.uint8), 0).wait()
-        early = comm.clock.now()
-        return early
-
-    assert run_local(2, program, clock="model", network=NETWORK) == [5.0, 5.0 + ALPHA + 8 * BETA]
-
-
-def test_a_late_receiver_waits_for_nothing():
-    def program(comm):
-        if comm.rank == 0:
-            comm.isend(np.zeros(8, np.uint8), 1).wait()
         else:
-            comm.clock.advance(50.0)
+            comm.clock.advance(receiver)
             comm.irecv(np.zeros(8, np.uint8), 0).wait()
         return comm.clock.now()
 
-    assert run_local(2, program, clock="model", network=NETWORK) == [0.0, 50.0]
+    assert run_local(2, program, clock="model", network=NETWORK) == [5.0, goes_on]
 
 
 @pytest.mark.parametrize("computing", [0.0, 3.0, 100.0])
@@ -174,17 +153,7 @@ def test_making_a_mesh_takes_no_time():
     assert model_times(4, lambda comm: DeviceMesh(comm, dp=2, tp=2)) == [0.0] * 4
 
 
-def test_a_region_takes_its_flops_on_the_model_clock():
-    def program(comm):
-        comm.clock.flops_per_second = 4.0
-        with comm.tracer.region("matmul", flops=10.0):
-            pass
-        return comm.clock.now()
-
-    assert run_local(1, program, clock="model") == [2.5]
-
-
-def test_a_region_without_flops_takes_no_time_and_names_none():
+def test_a_region_takes_the_time_of_its_flops():
     def program(comm):
         comm.clock.flops_per_second = 4.0
         start_trace(comm)
@@ -221,62 +190,10 @@ def test_the_cpu_clock_counts_neither_sleep_nor_waiting():
 
 
 def test_an_unknown_clock_names_the_known_ones():
-    with pytest.raises(UsageError, match='clock "sun": expected one of wall, cpu, model'):
+    with pytest.raises(UsageError, match="sun.*wall, cpu, model"):
         run_local(1, lambda comm: None, clock="sun")
-
-
-def test_a_network_needs_a_clock_that_it_can_price():
-    with pytest.raises(UsageError, match="a network prices messages on the clocks cpu and model"):
+    with pytest.raises(UsageError, match="cpu and model"):  # those that can price the messages of a network
         run_local(2, lambda comm: None, network=Network(1e-6, 1e-9))
-
-
-class Watched:
-    """A request that leaves the set `unfinished` when its test returns True."""
-
-    def __init__(self, request, unfinished):
-        self.request, self.unfinished = request, unfinished
-        unfinished.add(self)
-
-    def test(self):
-        if done := self.request.test():
-            self.unfinished.discard(self)
-        return done
-
-    def describe(self):
-        return self.request.describe()
-
-
-class Finishing(Wrapped):
-    """A transport that knows which of its requests are unfinished, and how many there were."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.unfinished, self.count = set(), 0
-
-    def isend(self, *arguments):
-        self.count += 1
-        return Watched(self.inner.isend(*arguments), self.unfinished)
-
-    def irecv(self, *arguments):
-        self.count += 1
-        return Watched(self.inner.irecv(*arguments), self.unfinished)
-
-
-@pytest.mark.parametrize(("op", "algorithm"), OURS)
-def test_a_clock_waits_for_every_message_and_its_header(op, algorithm):
-    def counted(comm, clock):
-        transport = Finishing(comm.transport)
-        collective(Communicator(transport, clock=clock), op, algorithm, 8)
-        assert transport.unfinished == set()
-        return transport.count
-
-    messages, with_headers = (run_local(4, counted, clock) for clock in ("wall", "model"))
-    assert with_headers == [2 * count for count in messages]
-
-
-def test_a_price_without_ranks_is_that_inside_a_host():
-    network = Network(1.0, 2.0, between=Network(100.0, 200.0), per_host=1)
-    assert (network.seconds(3), network.seconds(3, 0, 1)) == (7.0, 700.0)
 
 
 class PollingClock(CpuClock):

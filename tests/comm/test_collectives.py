@@ -1,17 +1,16 @@
 """Every collective, every algorithm, over threads: equal to NumPy, at 1 to 8 ranks, at every awkward size."""
 
 import itertools
-import re
+import threading
 
 import numpy as np
 import pytest
+from transports import Done, Wrapped
 
-from minipar.comm import ALGORITHMS, chunk_bounds, messages, run_local, wire_bytes
-from minipar.comm.algorithms import real_rank, virtual_ranks
+from minipar.comm import ALGORITHMS, Communicator, chunk_bounds, messages, run_local, wire_bytes
+from minipar.comm.communicator import choose
 from minipar.comm.traffic import sent
 from minipar.errors import CommunicationError, UsageError
-
-pytestmark = pytest.mark.sampled(2)
 
 RANKS = range(1, 9)
 DTYPES = ["float16", "float32", "float64", "int32", "int64", "uint8", "uint16"]
@@ -39,18 +38,14 @@ def fractions(n, rank):
 def test_all_reduce_equals_numpy(p):
     def program(comm):
         for algorithm, n, dtype in itertools.product(ours("all_reduce"), sizes(p), DTYPES):
-            for op, reduce in (("sum", np.sum), ("max", np.max)):
+            for op, combine in (("sum", np.add), ("max", np.maximum)):
                 x = small_integers(n, comm.rank, dtype)
                 result = comm.all_reduce(x, op=op, algorithm=algorithm)
-                expected = reduce([small_integers(n, r, dtype) for r in range(p)], axis=0, **_in(dtype, op))
+                expected = combine.reduce([small_integers(n, r, dtype) for r in range(p)], dtype=dtype)
                 assert result is x
                 np.testing.assert_array_equal(x, expected, err_msg=f"{algorithm} {n} {dtype} {op}")
 
     run_local(p, program)
-
-
-def _in(dtype, op):
-    return {"dtype": dtype} if op == "sum" else {}
 
 
 @pytest.mark.parametrize("p", RANKS)
@@ -86,7 +81,6 @@ def test_all_gather_puts_every_chunk_in_its_place(p):
     run_local(p, program)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_all_to_all_transposes_chunks(p):
     def program(comm):
@@ -106,7 +100,6 @@ def counts_between(p, seed=1):
     return counts
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_an_all_to_all_takes_unequal_counts(p):
     counts, columns = counts_between(p), 3
@@ -128,17 +121,6 @@ def test_an_all_to_all_takes_unequal_counts(p):
     run_local(p, program)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "counts", [([1, 1], [1, 1]), ([4, -1], [4, 0]), ([3, 0], [3, -1]), ([3], [3]), ([3, 0], [3]), ([2, 1], [1, 1])]
-)
-def test_an_all_to_all_rejects_counts_that_do_not_fit(counts):
-    given = "rank ., all_to_all: counts " + re.escape(f"{counts[0]}, {counts[1]} of 3 elements: expected one for each")
-    with pytest.raises(CommunicationError, match=given):
-        run_local(2, lambda comm: comm.all_to_all(np.ones(3), counts=counts))
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_broadcast_from_every_root(p):
     def program(comm):
@@ -152,25 +134,44 @@ def test_broadcast_from_every_root(p):
 
 @pytest.mark.parametrize("root", [-1, 2, 3])
 def test_a_broadcast_needs_a_root_that_exists(root):
-    with pytest.raises(ValueError, match=rf"rank ., broadcast: root {root} is not one of the 2 ranks"):
+    with pytest.raises(ValueError, match=rf"broadcast: root {root} .*2 ranks"):
         run_local(2, lambda comm: comm.broadcast(np.zeros(3), root=root))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("p", RANKS)
-def test_no_rank_leaves_a_barrier_before_all_have_called(p):
-    arrived = []
+class Eager(Wrapped):
+    """A transport whose sends are done at once, as MPI's small ones.
+
+    Between threads a send waits for its receiver, so there a rank hears from both sides in each round.
+    """
+
+    def isend(self, array, dest, tag, owner):
+        super().isend(array, dest, tag, owner)
+        return Done()
+
+
+def returns_early(p, late):
+    """Whether any rank returns within 20 ms from a barrier that rank `late` has not called yet; one takes 1 ms."""
+    early, called = threading.Event(), threading.Event()
+    found = []
 
     def program(comm):
-        for turn in range(1, 6):
-            arrived.append(comm.rank)
-            comm.barrier()
-            assert len(arrived) >= turn * p
+        comm = Communicator(Eager(comm.transport))
+        if comm.rank == late:
+            found.append(early.wait(0.02))
+            called.set()
+        comm.barrier()
+        if not called.is_set():
+            early.set()
 
     run_local(p, program)
+    return found[0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.parametrize("p", RANKS)
+def test_no_rank_leaves_a_barrier_before_all_have_called(p):
+    assert not any(returns_early(p, late) for late in range(p))
+
+
 @pytest.mark.parametrize("p", RANKS)
 def test_ordered_sums_from_left_to_right_bit_for_bit(p):
     def program(comm):
@@ -206,7 +207,6 @@ def test_tree_sums_are_those_of_recursive_doubling(p):
     run_local(p, program)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_the_ring_has_the_bits_of_its_two_halves(p):
     def program(comm):
@@ -219,7 +219,6 @@ def test_the_ring_has_the_bits_of_its_two_halves(p):
     run_local(p, program)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", ours("all_reduce"))
 def test_every_rank_ends_with_the_same_bits(algorithm):
     for p in RANKS:
@@ -227,7 +226,6 @@ def test_every_rank_ends_with_the_same_bits(algorithm):
         assert len(set(results)) == 1
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", RANKS)
 def test_counted_messages_and_bytes_equal_the_closed_forms(p):
     """`==`, for every algorithm, rank and size, chunks of unequal length included."""
@@ -259,16 +257,6 @@ def test_counted_messages_and_bytes_equal_the_closed_forms(p):
     run_local(p, program)
 
 
-def test_a_closed_form_is_by_default_of_a_broadcast_from_0():
-    for p, rank in itertools.product(RANKS, range(3)):
-        if rank < p:
-            assert sent("broadcast", "binomial", 9, p, rank) == sent("broadcast", "binomial", 9, p, rank, root=0)
-            assert (
-                wire_bytes("broadcast", "binomial", 9, 8, p, rank) == sent("broadcast", "binomial", 9, p, rank)[1] * 8
-            )
-            assert messages("broadcast", "binomial", p, rank) == sent("broadcast", "binomial", 9, p, rank)[0]
-
-
 def test_equal_chunks_reach_the_lower_bound_of_bytes():
     """2n(p-1)/p for all_reduce, n(p-1)/p for its halves (Patarasuk and Yuan 2009)."""
     for p in (2, 4, 8):
@@ -279,40 +267,14 @@ def test_equal_chunks_reach_the_lower_bound_of_bytes():
         assert wire_bytes("all_reduce", "recursive_doubling", n, 4, p, 0) == n * 4 * (p.bit_length() - 1)
 
 
-def test_a_fold_leaves_a_power_of_two_and_pairs_the_others():
-    for p in range(1, 34):
-        q, extras, _ = virtual_ranks(p, 0)
-        assert q & (q - 1) == 0 and q <= p < 2 * q and extras == p - q
-        virtual = [virtual_ranks(p, rank)[2] for rank in range(p)]
-        assert [virtual_ranks(p, rank)[:2] for rank in range(p)] == [(q, extras)] * p
-        resting = [rank for rank in range(p) if virtual[rank] < 0]
-        assert resting == list(range(0, 2 * extras, 2)) and {virtual[rank] for rank in resting} <= {-1}
-        assert [real_rank(each, extras) for each in range(q)] == [rank for rank in range(p) if rank not in resting]
-        assert [virtual[real_rank(each, extras)] for each in range(q)] == list(range(q))
-
-
 def test_chunks_are_cut_as_numpy_cuts_them():
     for n, p in itertools.product((0, 1, 5, 17, 64), RANKS):
         assert [stop - start for start, stop in chunk_bounds(n, p)] == [len(a) for a in np.array_split(np.empty(n), p)]
 
 
-def test_auto_obeys_its_stated_rule():
-    from minipar.comm.communicator import FEW_STEPS_BELOW, choose
-
-    assert choose("all_reduce", "auto", FEW_STEPS_BELOW - 1) == "recursive_doubling"
-    assert choose("all_reduce", "auto", FEW_STEPS_BELOW) == "ordered"
-    assert choose("all_gather", "auto", FEW_STEPS_BELOW) == "pairwise"
-    assert choose("all_reduce", "ring", 1) == "ring"
-    few, many = ({op: choose(op, "auto", size) for op in ALGORITHMS} for size in (2**18 - 1, 2**18))
-    others = {"all_to_all": "pairwise", "broadcast": "binomial", "barrier": "dissemination"}
-    doubling = {"all_reduce": "recursive_doubling", "all_gather": "recursive_doubling"}
-    assert few == {**doubling, "reduce_scatter": "recursive_halving", **others}
-    assert many == {"all_reduce": "ordered", "all_gather": "pairwise", "reduce_scatter": "ordered", **others}
-
-
 @pytest.mark.parametrize("few", [True, False])
-def test_the_rule_counts_the_bytes_of_the_whole_array(few):
-    """Not those of a chunk: of 4 ranks, 2 messages each below 256 KiB, and 3 from there on."""
+def test_auto_takes_few_steps_below_256_kib_of_the_whole(few):
+    """Of 4 ranks each sends 2 messages below 256 KiB, and 6 or 3, in the ranks' order, from there on."""
     size = 2**18 - 4 if few else 2**18
 
     def program(comm):
@@ -322,40 +284,39 @@ def test_the_rule_counts_the_bytes_of_the_whole_array(few):
         return [comm.traffic.messages(op) for op in ("all_reduce", "reduce_scatter", "all_gather")]
 
     assert run_local(4, program) == [[2, 2, 2] if few else [6, 3, 3]] * 4
+    assert choose("all_reduce", "auto", size) == ("recursive_doubling" if few else "ordered")
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", [op for op in ALGORITHMS if op != "barrier"])
 def test_unknown_algorithm_names_the_known_ones(op):
-    with pytest.raises(UsageError, match=f'{op}: algorithm "magic": expected auto, {ALGORITHMS[op][0]}'):
+    with pytest.raises(UsageError, match=f"{op}.*magic.*{ALGORITHMS[op][0]}"):
         run_local(2, lambda comm: getattr(comm, op)(np.zeros(4), algorithm="magic"))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", ours("all_reduce"))
 @pytest.mark.parametrize("p", [2, 3, 8])
 def test_wrong_sizes_end_every_rank_with_an_error(p, algorithm):
     def program(comm):
         comm.all_reduce(np.zeros(1000 if comm.rank else 1001), algorithm=algorithm)
 
-    with pytest.raises(CommunicationError, match=r"with another number of elements, but this rank|every rank waits"):
+    with pytest.raises(CommunicationError):
         run_local(p, program)
 
 
 def test_out_of_the_wrong_size_or_dtype_is_rejected():
-    with pytest.raises(CommunicationError, match="out has 3 elements of float32, expected 2 of float64"):
+    with pytest.raises(CommunicationError, match="3 .*float32.* 2 .*float64"):
         run_local(2, lambda comm: comm.reduce_scatter(np.zeros(4), np.zeros(3, np.float32)))
-    with pytest.raises(CommunicationError, match="10 elements over 2 ranks give this rank 5, but its chunk has 4"):
+    with pytest.raises(CommunicationError, match="10 .* 2 ranks .*5.* 4"):
         run_local(2, lambda comm: comm.all_gather(np.zeros(4), np.zeros(10)))
 
 
 def test_an_array_that_is_not_contiguous_is_rejected():
-    with pytest.raises(ValueError, match=r"shape \(4, 3\) is not contiguous"):
+    with pytest.raises(ValueError, match=r"\(4, 3\)"):
         run_local(2, lambda comm: comm.all_reduce(np.zeros((3, 4)).T))
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "mpi"])
 def test_what_is_not_minipars_algorithm_has_no_closed_form(algorithm):
     for form in (sent, lambda *arguments: wire_bytes(*arguments[:3], 8, *arguments[3:])):
-        with pytest.raises(ValueError, match=f"no closed form for all_reduce {algorithm}"):
+        with pytest.raises(ValueError, match=f"all_reduce {algorithm}"):
             form("all_reduce", algorithm, 12, 4, 0)

@@ -8,26 +8,20 @@ from minipar.errors import UsageError
 
 
 def test_tp_is_fastest_then_cp_then_dp_then_pp():
-    def program(comm):
-        mesh = DeviceMesh(comm, tp=2, dp=3, pp=2)
-        assert mesh.rank_at() == comm.rank and mesh.cp.size == 1 and mesh.dp_cp is mesh.dp
-        return mesh.coordinates, mesh.tp.ranks, mesh.dp.ranks, mesh.pp.ranks
+    """`dp_cp` has the ranks of both axes in their order."""
 
-    placed = run_local(12, program)
-    assert placed[0] == ({"tp": 0, "cp": 0, "dp": 0, "pp": 0}, [0, 1], [0, 2, 4], [0, 6])
-    assert placed[9] == ({"tp": 1, "cp": 0, "dp": 1, "pp": 1}, [8, 9], [7, 9, 11], [3, 9])
-
-
-def test_dp_cp_has_the_ranks_of_both_axes_in_their_order():
     def program(comm):
         mesh = DeviceMesh(comm, tp=2, cp=3, dp=2, pp=2)
         assert mesh.rank_at() == comm.rank == ((mesh.pp.rank * 2 + mesh.dp.rank) * 3 + mesh.cp.rank) * 2 + mesh.tp.rank
-        assert mesh.dp_cp.rank == mesh.dp.rank * 3 + mesh.cp.rank
-        return mesh.coordinates, mesh.cp.ranks, mesh.dp.ranks, mesh.dp_cp.ranks, mesh.dp_cp.axis
+        assert mesh.dp_cp.rank == mesh.dp.rank * 3 + mesh.cp.rank and mesh.dp_cp.axis == "dp"
+        assert DeviceMesh(comm, dp=24).dp_cp.ranks == comm.ranks
+        return mesh.coordinates, [axis.ranks for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.dp_cp)]
 
     placed = run_local(24, program)
-    assert placed[0] == ({"tp": 0, "cp": 0, "dp": 0, "pp": 0}, [0, 2, 4], [0, 6], [0, 2, 4, 6, 8, 10], "dp")
-    assert placed[21] == ({"tp": 1, "cp": 1, "dp": 1, "pp": 1}, [19, 21, 23], [15, 21], [13, 15, 17, 19, 21, 23], "dp")
+    of_rank_0 = [[0, 1], [0, 2, 4], [0, 6], [0, 12], [0, 2, 4, 6, 8, 10]]
+    of_rank_21 = [[20, 21], [19, 21, 23], [15, 21], [9, 21], [13, 15, 17, 19, 21, 23]]
+    assert placed[0] == ({"tp": 0, "cp": 0, "dp": 0, "pp": 0}, of_rank_0)
+    assert placed[21] == ({"tp": 1, "cp": 1, "dp": 1, "pp": 1}, of_rank_21)
 
 
 def test_each_axis_has_its_own_ranks_in_any_order_of_axes():
@@ -60,25 +54,28 @@ def test_dp_takes_what_tp_and_pp_leave():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("sizes", "equation"),
     [
-        ({"dp": 2, "tp": 2, "pp": 3}, r"dp\*tp\*pp = 2\*2\*3 = 12, but run_local started 8 ranks"),
-        ({"dp": 2, "pp": 3}, r"^dp\*pp = 2\*3 = 6, but run_local started 8 ranks"),
-        ({"dp": 1}, r"^dp = 1, but run_local started 8 ranks"),
-        ({"tp": 3}, r"^tp = 3 does not divide the 8 ranks that run_local started"),
-        ({"tp": 3, "pp": 2}, r"^tp\*pp = 3\*2 = 6 does not divide the 8 ranks that run_local started"),
-        ({"dp": 0}, "dp = 0: a mesh axis has at least 1 rank"),
+        ({"dp": 2, "tp": 2, "pp": 3}, r"dp\*tp\*pp = 2\*2\*3 = 12,.* 8 ranks"),
+        ({"dp": 2, "pp": 3}, r"^dp\*pp = 2\*3 = 6,.* 8 ranks"),
+        ({"dp": 1}, r"^dp = 1,.* 8 ranks"),
+        ({"tp": 3}, r"^tp = 3 .*8 ranks"),
+        ({"tp": 3, "pp": 2}, r"^tp\*pp = 3\*2 = 6 .*8 ranks"),
+        ({"dp": 0}, "dp = 0"),
         ({"tp": -1, "pp": -8}, "tp = -1"),
+        ({"cp": 2.0}, "cp = 2.0"),
+        ({"ep": True}, "ep = True"),
+        ({"pp": "2"}, "pp = '2'"),
     ],
 )
-def test_sizes_that_do_not_fit_show_what_was_given(sizes, message):
-    with pytest.raises(UsageError, match=message):
+def test_sizes_that_do_not_fit_show_what_was_given(sizes, equation):
+    with pytest.raises(UsageError, match=equation):
         run_local(8, lambda comm: DeviceMesh(comm, **sizes))
 
 
-@pytest.mark.parametrize(("sizes", "product"), [({"tp": 3}, "tp = 3"), ({"dp": 2, "tp": 3}, r"dp\*tp = 2\*3 = 6")])
-def test_a_mesh_on_one_process_says_how_to_start_several(sizes, product):
-    with pytest.raises(UsageError, match=f"^{product}, but this process is one rank; start . with mpirun -n . python"):
+@pytest.mark.parametrize(("sizes", "equation"), [({"tp": 3}, "tp = 3"), ({"dp": 2, "tp": 3}, r"dp\*tp = 2\*3 = 6")])
+def test_a_mesh_on_one_process_says_how_to_start_several(sizes, equation):
+    with pytest.raises(UsageError, match=f"^{equation}.*mpirun -n"):
         DeviceMesh(serial(), **sizes)
 
 
@@ -114,14 +111,7 @@ def test_no_color_means_no_communicator():
     assert run_local(3, program) == [(0, [0, 2], "pair"), None, (1, [0, 2], "pair")]
 
 
-@pytest.mark.parametrize("axis", ["dp", "tp", "pp", "cp", "ep"])
-@pytest.mark.parametrize("size", [2.0, True, "2"])
-def test_a_size_that_is_no_integer_is_refused(axis, size):
-    with pytest.raises(UsageError, match=f"{axis} = {size!r}: expected an integer for each axis"):
-        run_local(2, lambda comm: DeviceMesh(comm, **{axis: size}))
-
-
 @pytest.mark.parametrize("ep", [0, -1, 3, 8])
 def test_the_ranks_of_ep_divide_those_of_dp_and_cp(ep):
-    with pytest.raises(UsageError, match=rf"dp\*cp\*tp/\(ep\*etp\) = 2\*2\*1/\({ep}\*1\) is not a whole number"):
+    with pytest.raises(UsageError, match=rf"ep.* = 2\*2\*1/\({ep}\*1\)"):
         run_local(4, lambda comm: DeviceMesh(comm, dp=2, cp=2, ep=ep))

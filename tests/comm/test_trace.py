@@ -106,28 +106,8 @@ def test_the_model_clocks_trace_is_the_same_every_time(tmp_path):
     assert len(texts) == 1
 
 
-def test_nothing_is_recorded_before_it_starts():
-    def quiet(comm):
-        with comm.tracer.region("forward"):
-            comm.all_reduce(np.ones(3))
-        return comm.tracer.events
-
-    assert run_local(2, quiet) == [[], []]
-
-
-def test_a_second_trace_has_nothing_of_the_first():
-    def rank(comm):
-        for name in ("first", "second"):
-            start_trace(comm)
-            with comm.tracer.region(name):
-                pass
-        return [event["name"] for event in comm.tracer.events]
-
-    assert run_local(2, rank) == [["second"]] * 2
-
-
 def test_a_path_that_cannot_be_written_is_every_ranks_error(tmp_path):
-    with pytest.raises(UsageError, match="--trace .*No such file or directory"):
+    with pytest.raises(UsageError, match="--trace .*missing"):
         run_local(2, lambda comm: save_chrome_trace(str(tmp_path / "missing" / "trace.json"), comm))
 
 
@@ -144,18 +124,22 @@ def test_a_slices_wait_is_the_time_its_sender_was_late(tmp_path):
     assert slices == {0: (7e6, 5.0), 1: (0.0, 0.0)}
 
 
-def test_nothing_is_recorded_after_it_was_saved(tmp_path):
-    paths = [tmp_path / "first.json", tmp_path / "second.json"]
-
+def test_a_trace_lasts_from_its_start_until_it_is_saved(tmp_path):
     def program(comm):
-        start_trace(comm)
-        comm.all_reduce(np.ones(3))
-        save_chrome_trace(str(paths[0]), comm)
-        comm.all_reduce(np.ones(3))
-        with comm.tracer.region("later"):
-            pass
-        save_chrome_trace(str(paths[1]), comm)
+        def region(name):
+            with comm.tracer.region(name):
+                comm.all_reduce(np.ones(3))
+
+        region("before")
+        for name in ("first", "second"):
+            start_trace(comm)
+            region(name)
+            save_chrome_trace(str(tmp_path / name), comm)
+            region("after")
+        save_chrome_trace(str(tmp_path / "again"), comm)
 
     run_local(2, program, clock="model")
-    first, second = (json.loads(path.read_text()) for path in paths)
-    assert first == second and any(event["name"] == "all_reduce" for event in first["traceEvents"])
+    for name, expected in {"first": "first", "second": "second", "again": "second"}.items():
+        events = json.loads((tmp_path / name).read_text())["traceEvents"]
+        slices = [event["name"] for event in events if event["ph"] == "X"]
+        assert sorted(slices) == sorted([expected, "all_reduce"] * 2)

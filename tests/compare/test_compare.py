@@ -1,4 +1,4 @@
-"""Claims about records and `minipar.compare`: equal runs are equal in any layout, a mistake is named by its factor."""
+"""Equal runs are equal in any layout, and a mistake is named by its group of parameters, its factor and its cause."""
 
 import math
 import re
@@ -9,20 +9,14 @@ from recorded import FACTS, MODEL, SERIAL, TEXT, times, write
 from training import config_for, trainer_for
 
 from minipar.comm import run_local
-from minipar.compare.causes import name_strips
 from minipar.compare.differences import as_text, compare
-from minipar.compare.step_comparison import StepComparison
-from minipar.record import Record, measure, strips
+from minipar.record import Record, strips
 from minipar.train.recording import Recorder
 
 LAYOUTS = [
-    "--dp 4",
-    "--dp 2 --zero-stage 1 --microbatches 2",
-    "--dp 3 --zero-stage 2 --global-batch 6",
-    "--dp 4 --zero-stage 3",
-    "--tp 4 --sequence-parallel",
-    "--pp 2 --microbatches 4 --schedule zbv",
-    "--dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel --microbatches 2 --clip-grad 0.5 --dropout 0.1",
+    ("float64", "--dp 3 --zero-stage 2 --global-batch 6"),
+    ("float32", "--tp 4 --sequence-parallel"),
+    ("float64", "--dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel --microbatches 2 --clip-grad 0.5"),
 ]
 
 
@@ -38,11 +32,9 @@ def record(directory, flags, dtype="float64"):
     return run_local(config.mesh.dp * config.mesh.tp * config.mesh.pp, rank)[0]
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("flags", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "flags"), LAYOUTS)
 def test_the_record_of_a_layout_equals_one_devices(flags, dtype, tmp_path):
-    values = re.findall(r"--(?:global-batch|clip-grad|dropout) \S+", flags)
+    values = re.findall(r"--(?:global-batch|clip-grad) \S+", flags)
     results = record(tmp_path / "many", flags, dtype)
     record(tmp_path / "one", " ".join(values), dtype)
     finding = compare(tmp_path / "one", tmp_path / "many")
@@ -53,25 +45,6 @@ def test_the_record_of_a_layout_equals_one_devices(flags, dtype, tmp_path):
             of_dim_0 = [file[f"gradient/{n}"][0, : strips(p.shape)[0]] for n, p in SERIAL.named_parameters()]
             norm = math.sqrt(sum((norms**2).sum() for norms in of_dim_0))
             assert norm == pytest.approx(result.grad_norm, rel=1e-12 if dtype == "float64" else 1e-5)
-
-
-def test_a_strip_is_measured_by_norm_and_projection():
-    values = np.random.Generator(np.random.Philox(1)).standard_normal((48, 10))
-    measured = measure("a", values)
-    assert measured.shape == (2, 24 + 10) and strips((48, 10)) == [24, 10] and strips(()) == [1]
-    np.testing.assert_allclose(measured[0, 3], np.linalg.norm(values[6:8]), rtol=1e-14)
-    np.testing.assert_allclose(measured[0, 24 + 4], np.linalg.norm(values[:, 4]), rtol=1e-14)
-    np.testing.assert_allclose(measured[1, :24].sum(), measured[1, 24:].sum(), rtol=1e-12)
-    np.testing.assert_allclose(measure("a", -2 * values), [[2], [-2]] * measured, rtol=1e-14)
-    assert not np.allclose(measure("b", values)[1], measured[1]), "the direction depends on the name"
-
-
-def test_an_update_is_that_of_its_own_step(tmp_path):
-    written = Record(tmp_path / "a", {"x": np.array([1.0, 2.0])})
-    for step, after in enumerate(([3.0, 5.0], [4.0, 4.0])):
-        written.step(step, 0.0, 0.0, {"x": np.ones(2)}, {"x": np.array(after)})
-    updates = [np.load(tmp_path / "a" / f"step-{step}.npz")["update/x"][0].tolist() for step in (0, 1)]
-    assert updates == [[2.0, 3.0], [1.0, 1.0]]
 
 
 # ---- mistakes in a record --------------------------------------------------------------------------------------------
@@ -89,28 +62,26 @@ def part_of_rank_1(name, gradient):
 
 
 MISTAKES = {
-    "summed over dp": (times(3), 3, "all parameters", "3 = dp: the gradient is summed over dp"),
-    "divided by dp twice": (times(1 / 3), 1 / 3, "all parameters", "1/3 = 1/dp: the gradient is divided by dp once"),
-    "the loss times cp": (times(5), 5, "all parameters", "5 = cp: the gradient is of a loss times cp"),
-    "not summed over cp": (times(1 / 5), 1 / 5, "all parameters", "1/5 = 1/cp: the gradient is divided by cp"),
+    "summed over dp": (times(3), 3, "all parameters", "3 = dp"),
+    "divided by dp twice": (times(1 / 3), 1 / 3, "all parameters", "1/3 = 1/dp"),
+    "the loss times cp": (times(5), 5, "all parameters", "5 = cp"),
+    "not summed over cp": (times(1 / 5), 1 / 5, "all parameters", "1/5 = 1/cp"),
     "up to an attention": (times(7, r"wte|\.[01]\.|2.ln_1|2.attn.c_attn"), 7, "some from wte.weight to h.2.attn", ""),
     "a whole MLP": (times(7, "2.mlp"), 7, "h.2.mlp.c_fc.weight to h.2.mlp.c_proj.bias", ""),
-    "microbatches forgotten": (times(8), 8, "all parameters", "8 = microbatches: the gradient is not divided by"),
-    "a sum over tokens": (times(512), 512, "all parameters", "512 = tokens: the gradient is that of the sum"),
+    "microbatches forgotten": (times(8), 8, "all parameters", "8 = microbatches"),
+    "a sum over tokens": (times(512), 512, "all parameters", "512 = tokens"),
     "a wrong sign": (times(-1), -1, "all parameters", "a wrong sign"),
-    "norms summed over tp": (times(4, "ln_"), 4, "the norms", "4 = tp: the gradient is summed over tp"),
-    "row biases": (times(4, "c_proj.bias"), 4, "attn.c_proj.bias, mlp.c_proj.bias of every block", "4 = tp: "),
-    "biases": (times(4, "bias"), 4, "the biases", "4 = tp: "),
-    "the tied embedding": (times(2, "wte"), 2, "the token embedding, to which a tied head belongs", "2 = pp: "),
-    "the embeddings": (times(1 / 2, "wte|wpe"), 1 / 2, "the embeddings", "1/2 = 1/pp: "),
-    "a pipeline stage": (times(8, r"\.[23]\.|ln_f"), 8, "blocks 2 to 3 and ln_f.weight and ln_f.bias", "8 = micro"),
-    "one block": (times(8, r"\.1\."), 8, "block 1", "8 = microbatches: "),
+    "norms summed over tp": (times(4, "ln_"), 4, "the norms", "4 = tp"),
+    "row biases": (times(4, "c_proj.bias"), 4, "attn.c_proj.bias, mlp.c_proj.bias of every block", "4 = tp"),
+    "biases": (times(4, "bias"), 4, "the biases", "4 = tp"),
+    "the tied embedding": (times(2, "wte"), 2, "the token embedding", "2 = pp"),
+    "the embeddings": (times(1 / 2, "wte|wpe"), 1 / 2, "the embeddings", "1/2 = 1/pp"),
+    "a pipeline stage": (times(8, r"\.[23]\.|ln_f"), 8, "blocks 2 to 3 and ln_f.weight", "8 = micro"),
+    "one block": (times(8, r"\.1\."), 8, "block 1", "8 = microbatches"),
     "all but the norms": (times(3, r"^((?!ln_).)*$"), 3, "all parameters but the norms", "3 = dp: "),
-    "frozen positions": (times(0, "wpe"), 0, "wpe.weight", "missing in B: detached, frozen, not sent, or never added"),
-    "a tp rank": (part_of_rank_1, 2, "tp rank 1's part (of 4) of attn.c_attn.weight, attn.c_attn.bias, attn.c_proj.wei",
-        "2 = pp: "),
-    "noise": (lambda name, gradient: gradient + np.indices(gradient.shape)[0], None, "all parameters",
-        "other data, masks or order; a sum over ranks that is missing"),
+    "frozen positions": (times(0, "wpe"), 0, "wpe.weight", "missing in B"),
+    "a tp rank": (part_of_rank_1, 2, "tp rank 1's part (of 4) of attn.c_attn.weight", "2 = pp"),
+    "noise": (lambda name, gradient: gradient + np.indices(gradient.shape)[0], None, "all parameters", "other data"),
 }  # fmt: skip
 
 
@@ -127,7 +98,7 @@ def test_a_mistake_is_named_by_group_factor_and_cause(name, tmp_path):
     assert any(text.startswith(cause) for text in found.causes) or not cause
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "torch.bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "torch.bfloat16"])
 def test_no_dtype_and_no_late_step_hides_a_factor(dtype, tmp_path):
     write(tmp_path / "a")
     write(tmp_path / "b", times(1.2))
@@ -140,30 +111,15 @@ def test_no_dtype_and_no_late_step_hides_a_factor(dtype, tmp_path):
     assert [(each.ratio, each.group) for each in found] == [(pytest.approx(1.2), "all parameters")]
 
 
-def test_a_difference_along_the_second_dim_alone_is_found():
-    """Strips along dim 0 come before those along dim 1. Each row has equal norms in A and B, one column has not."""
-    rows = np.array([[1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
-    a, b = ({"gradient/w": rows * factor} for factor in (1.0, np.array([1.0, 1.0, 1.0, 2.0])))
-    step = StepComparison(a, b, {"w": (2, 2)}, sizes={}, eps=2.0**-8, limit=1e-2)
-    assert step.ratio("gradient", "w")[0] == pytest.approx(2.0)
-
-
-def test_a_gradient_that_a_lacks_is_an_infinite_ratio(tmp_path):
-    write(tmp_path / "a", times(0, "wpe"))
-    write(tmp_path / "b")
-    found = compare(tmp_path / "a", tmp_path / "b").differences[0]
-    assert found.ratio == math.inf and found.causes[0].startswith("missing in A")
-
-
 def test_the_loss_the_norm_and_the_update_are_compared(tmp_path):
     write(tmp_path / "a")
     write(tmp_path / "log t", loss=5.0 + math.log(4))
     write(tmp_path / "norm", norm=2.0)
     write(tmp_path / "decay", decay=1e-3)
     for name, quantity, ratio, cause in (
-        ("log t", "loss", 1 + math.log(4) / 5, "B - A = log 4 = log tp: logits that a rank has whole"),
-        ("norm", "grad_norm", 2, "the root of 4 = tp: squares are summed over tp"),
-        ("decay", "update", None, "weight decay, betas, eps, clipping or optimizer state"),
+        ("log t", "loss", 1 + math.log(4) / 5, "B - A = log 4 = log tp"),
+        ("norm", "grad_norm", 2, "the root of 4 = tp"),
+        ("decay", "update", None, "weight decay"),
     ):
         finding = compare(tmp_path / "a", tmp_path / name)
         found = finding.differences[0]
@@ -175,11 +131,8 @@ def test_the_loss_the_norm_and_the_update_are_compared(tmp_path):
 @pytest.mark.parametrize(
     ("mistakes", "named"),
     [
-        ({"change": times(2), "norm": 2.0}, ["gradient"]),
         ({"change": times(2), "loss": 6.0, "norm": 2.0}, ["gradient", "loss"]),
-        ({"loss": 6.0, "norm": 2.0}, ["loss"]),
         ({"norm": 2.0, "decay": 1e-3}, ["grad_norm"]),
-        ({"decay": 1e-3}, ["update"]),
     ],
 )
 def test_what_may_be_a_consequence_is_not_named(mistakes, named, tmp_path):
@@ -207,24 +160,7 @@ def test_what_grows_from_rounding_is_named_with_a_test(dtype, least, tmp_path):
     drifted(tmp_path / "b", [least * 4**step for step in range(8)], dtype=dtype)
     finding = compare(tmp_path / "a", tmp_path / "b")
     assert finding.step is not None and finding.step > 3
-    text = as_text(finding)
-    assert "rounding may have grown to this" in text and "record both in float64" in text
-
-
-@pytest.mark.parametrize(("off", "advised"), [(7e-4, True), (0.1, False)])
-def test_a_small_difference_of_first_updates_may_be_rounding(off, advised, tmp_path):
-    """Gradients are equal in step 0, and AdamW may enlarge their rounding beyond the bound, but not to a tenth."""
-    random = np.random.Generator(np.random.Philox(7))
-    before = SERIAL.state_dict()
-    gradients = {name: random.standard_normal(values.shape) for name, values in before.items()}
-    for name, size in (("a", 0.0), ("b", off)):
-        draw = np.random.Generator(np.random.Philox(8)).standard_normal
-        after = {key: before[key] - g * (1 + size * draw(g.shape)) for key, g in gradients.items()}
-        record = Record(tmp_path / name, before, **{**FACTS, "dtype": "float32"})
-        record.step(0, 5.0, 1.0, gradients, after)
-    finding = compare(tmp_path / "a", tmp_path / "b")
-    assert (finding.step, finding.differences[0].quantity) == (0, "update")
-    assert finding.may_be_rounding == advised
+    assert finding.may_be_rounding and "float64" in as_text(finding)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +172,7 @@ def test_a_mistake_is_not_said_to_be_rounding(sizes, factor, tmp_path):
     drifted(tmp_path / "a", [0.0] * 8)
     drifted(tmp_path / "b", sizes, factor=factor)
     finding = compare(tmp_path / "a", tmp_path / "b")
-    assert not finding.equal and not finding.may_be_rounding and "rounding may" not in as_text(finding)
+    assert not finding.equal and not finding.may_be_rounding
 
 
 def test_the_keys_bias_which_is_noise_is_no_difference(tmp_path):
@@ -248,30 +184,8 @@ def test_the_keys_bias_which_is_noise_is_no_difference(tmp_path):
     assert compare(tmp_path / "a", tmp_path / "b").equal
 
 
-@pytest.mark.parametrize("step", [0, 2, 10**6])
-@pytest.mark.parametrize("quantity", ["loss", "grad_norm", "gradient", "update"])
-@pytest.mark.parametrize("bound", [None, 1e-3])
-def test_rounding_explains_more_of_an_update(bound, quantity, step, tmp_path):
-    """The limit is the bound or, without one, 1000 epsilons for each step so far, and 8 times that for an update."""
-    ones = np.ones(24)
-    limit = min(1000 * 2**-23 * (step + 1), 0.01) if bound is None else bound
-    most = min(8 * limit, 0.01) if (quantity, bound) == ("update", None) else limit
-    measured = np.abs(measure("w", ones))
-    place = int(measured[1].argmin())  # a value that hardly counts in the common factor
-    scale = measured.max() if quantity in ("gradient", "update") else 1.0
-    for off in {0.9 * limit, 0.9 * most, 1.1 * most}:
-        for run in "ab":
-            values = {name: ones.copy() for name in ("loss", "grad_norm", "gradient", "update")}
-            values[quantity][place] += off * scale if run == "b" else 0.0
-            written = Record(tmp_path / f"{run}{off}", {"w": 0 * ones}, dtype="float32")
-            loss, grad_norm = values["loss"][place], values["grad_norm"][place]
-            written.step(step, loss, grad_norm, {"w": values["gradient"]}, {"w": values["update"]})
-        finding = compare(tmp_path / f"a{off}", tmp_path / f"b{off}", bound)
-        assert finding.equal == (off < most) and not (finding.equal and finding.may_be_rounding)
-
-
 @pytest.mark.parametrize("factor", [2.0, math.inf])
-@pytest.mark.parametrize(("dim", "strip"), [(0, 0), (0, 2), (0, 4), (1, 0), (1, 3)])
+@pytest.mark.parametrize(("dim", "strip"), [(0, 4), (1, 0)])
 def test_the_strips_that_differ_are_named(dim, strip, factor, tmp_path):
     gradients = {"a": np.random.default_rng(4).normal(size=(5, 4))}
     gradients["b"] = gradients["a"].copy()
@@ -284,19 +198,7 @@ def test_the_strips_that_differ_are_named(dim, strip, factor, tmp_path):
     assert found.group == f"1 of {count} strips ({strip} to {strip}) along dim {dim} of all parameters"
 
 
-def test_ratios_are_those_of_norms_and_none_where_equal(tmp_path):
-    random = np.random.default_rng(4)
-    gradients = {run: {"other": random.normal(size=(7, 5))} for run in "ab"}
-    gradients["a"]["same"] = gradients["b"]["same"] = random.normal(size=3)
-    for run in "ab":
-        parameters = {name: values.copy() for name, values in gradients["a"].items()}
-        Record(tmp_path / run, parameters).step(0, 5.0, 1.0, gradients[run], parameters)
-    norms = {run: np.linalg.norm(gradients[run]["other"]) for run in "ab"}
-    ratios = compare(tmp_path / "a", tmp_path / "b").ratios
-    assert ratios == {0: {"other": pytest.approx(norms["b"] / norms["a"]), "same": None}}
-
-
-@pytest.mark.parametrize("gradients", [(0.0, 0.0), (1e-16, 1e-16), (0.0, 1e-16), (0.0, -1e-16), (-1e-16, 0.0)])
+@pytest.mark.parametrize("gradients", [(0.0, 0.0), (0.0, 1e-16)])
 def test_an_update_without_any_gradient_is_compared(gradients, tmp_path):
     """An expert without tokens has a gradient of exactly zero, and its weights decay."""
     for name, after, gradient in zip("ab", (0.9, 1.0), gradients, strict=True):
@@ -306,19 +208,3 @@ def test_an_update_without_any_gradient_is_compared(gradients, tmp_path):
     found = compare(tmp_path / "a", tmp_path / "b").differences
     seen = [(each.quantity, each.ratio, each.parameters) for each in found]
     assert seen == ([("update", 0.0, ("idle",))] if not any(gradients) else [])
-
-
-@pytest.mark.parametrize(("groups", "ranks"), [(1, 2), (1, 3), (1, 4), (1, 6), (1, 8), (3, 2), (3, 4), (3, 8)])
-def test_a_ranks_strips_are_recognized(groups, ranks):
-    assert 24 % (groups * ranks) == 0
-    for rank in range(ranks):
-        strips_of_rank = np.zeros((groups, ranks, 24 // (groups * ranks)), bool)
-        strips_of_rank[:, rank] = True
-        assert name_strips(list(strips_of_rank.reshape(-1)), 0, [ranks]) == f"tp rank {rank}'s part (of {ranks}) of "
-
-
-def test_other_strips_are_counted():
-    assert name_strips([False, True, False, False, True], 1, [2]) == "2 of 5 strips (1 to 4) along dim 1 of "
-    assert name_strips([False] * 20 + [True] * 4, 1, [2]).startswith("4 of 24 strips (20 to 23)"), (
-        "half of v, not a rank's"
-    )

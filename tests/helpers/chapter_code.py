@@ -2,8 +2,11 @@
 
 import ast
 import re
+import threading
 
 from launcher import ROOT
+
+PARSING = threading.Lock()  # ranks are threads, and Python 3.11's parser may fail in two at once
 
 
 def script_of(chapter):
@@ -14,12 +17,16 @@ def script_of(chapter):
 
 def run_functions(chapter, names, namespace):
     """Define these functions of a chapter in a namespace, which must have what they use."""
-    chosen = [node for node in ast.parse(script_of(chapter)).body if getattr(node, "name", None) in names]
-    assert len(chosen) == len(names), "a function is missing, or defined twice"
-    exec(compile(ast.Module(chosen, []), f"chapter {chapter}", "exec"), namespace)
+    with PARSING:
+        chosen = [node for node in ast.parse(script_of(chapter)).body if getattr(node, "name", None) in names]
+        assert len(chosen) == len(names), "a function is missing, or defined twice"
+        code = compile(ast.Module(chosen, []), f"chapter {chapter}", "exec")
+    exec(code, namespace)
 
 
 def run_section(chapter, number, namespace):
     """Run the code cells of a section, such as "9.11", in a namespace, which must have what they use."""
     (text,) = re.findall(rf"^# ## {re.escape(number)} .*?(?=^# ## |\Z)", script_of(chapter), re.MULTILINE | re.DOTALL)
-    exec(compile(text, f"section {number}", "exec"), namespace)  # markdown is comments there
+    with PARSING:
+        code = compile(text, f"section {number}", "exec")  # markdown is comments there
+    exec(code, namespace)

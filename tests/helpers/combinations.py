@@ -1,22 +1,22 @@
-"""Combinations of everything that training can combine: a covering choice of them, and the check of one against one
-device. The check runs on every rank of any transport: in-process in the suite, and under mpirun.
+"""One oracle for all layouts: `equals_one_device(flags)` lists where a layout differs from one device.
+
+Parameters, losses and norms are compared after each step, what ranks hold in common with one another, and the bytes
+that each rank sends with the closed form. A row's flags get the smallest model that they allow; a flag of a row wins.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from training import config_for
+import training
+from training import ranks_of, trainer_for, using
 
 from chapters.support.whole_runs import bound, relative_difference
-from minipar.comm import DeviceMesh
-from minipar.parallel.pipeline.schedules import SCHEDULES
+from minipar.comm import DeviceMesh, run_local
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.data import Tokens
@@ -45,33 +45,45 @@ STEPS = 2
 # nothing: a gradient that is wrong by a factor changes the update by eps/(|g| + eps) of that, so it shows it sooner.
 EPS = 1e-4
 
-SIZES = (1, 2, 3, 4, 8)
-# fmt: off
-AXES = {
-    "layout": [sizes for sizes in itertools.product(SIZES, repeat=3) if np.prod(sizes) <= 8],  # dp, tp, pp
-    "context": [
-        "", "--cp 2", "--cp 3", "--cp 8", "--cp 4 --cp-order contiguous", "--cp 2 --context-parallel all-gather",
-        "--cp 2 --context-parallel ulysses",
-    ],
-    "schedule": [None, *SCHEDULES],
-    "sequence": [False, True],
-    "microbatches": [1, 2, 3, 4, 8],
-    "replicas": [1, 2, 4],  # of ZeRO's shards
-    "zero": [0, 1, 2, 3],
-    "recompute": [False, True],
-    "dropout": [False, True],
-    "model": ["gpt2", "llama", "mixtral"],
-    "clip": [False, True],
-    "reduction": ["ordered", "ring"],
-}
-# fmt: on
+
+# ---- a row -----------------------------------------------------------------------------------------------------------
+
+
+def value(flags: str, flag: str, default: str) -> str:
+    """Return the last value of a flag in a row, or the default."""
+    words = flags.split()
+    found = default
+    for word, after in zip(words, words[1:], strict=False):
+        if word == flag:
+            found = after
+    return found
+
+
+def config_of(flags: str):
+    """Return the configuration of a row: its flags, and the smallest model and batch that they allow."""
+    dp, tp, cp, pp = (int(value(flags, flag, "1")) for flag in ("--dp", "--tp", "--cp", "--pp"))
+    stages = pp * (2 if value(flags, "--schedule", "") in TWO_PER_RANK else 1)
+    layers = next(n for n in LAYERS if n >= stages)
+    model = value(flags, "--model", "gpt2")
+    if model == "gpt2":
+        hidden, heads, length = SHAPES[tp] if cp == 1 else CONTEXT_SHAPES[cp * tp % 3 == 0]
+        shape = f"--hidden {hidden} --heads {heads} --seq-len {length}"
+    else:
+        sizes = LLAMAS[tp] if cp == 1 else CONTEXT_LLAMAS[cp * tp % 3 == 0]
+        hidden, heads, kv_heads, ffn, length = sizes
+        shape = f"--hidden {hidden} --heads {heads} --kv-heads {kv_heads} --ffn {ffn} --seq-len {length}"
+        shape += " --experts 5 --top-k 2" if model == "mixtral" else ""
+    m = int(value(flags, "--microbatches", "1"))
+    batch = f"--global-batch {dp * m * (2 if m < 3 else 1)} --eps {EPS} --steps {STEPS}"
+    run = f"--layers {layers} {shape} --vocab-size {VOCAB} {batch} --dtype float64 --reduction ordered"
+    return training.config_for(f"{run} {flags}")
 
 
 @dataclass(frozen=True)
 class Combination:
     """One value of each axis. `str` is its command line."""
 
-    layout: tuple[int, int, int]
+    layout: tuple[int, int, int]  # dp, tp, pp
     schedule: str | None = None
     sequence: bool = False
     microbatches: int = 1
@@ -82,15 +94,11 @@ class Combination:
     clip: bool = False
     reduction: str = "ordered"
     context: str = ""
-    replicas: int = 1
-
-    @property
-    def cp(self) -> int:
-        return context_ranks(self.context)
+    replicas: int = 1  # of ZeRO's shards
 
     @property
     def ranks(self) -> int:
-        return int(np.prod(self.layout)) * self.cp
+        return int(np.prod(self.layout)) * int(value(self.context, "--cp", "1"))
 
     @property
     def exact(self) -> bool:
@@ -98,12 +106,10 @@ class Combination:
         return self.reduction == "ordered" and self.layout[1] == 1 and not self.context
 
     def __str__(self) -> str:
-        (dp, tp, pp), m = self.layout, self.microbatches
-        line = f"--dp {dp} --tp {tp} --pp {pp} --zero-stage {self.zero} --microbatches {m}"
-        line += f" --global-batch {dp * m * (2 if m < 3 else 1)} --reduction {self.reduction}"
-        line += f" --model {self.model}" if self.model != "gpt2" else ""
+        dp, tp, pp = self.layout
+        line = f"--dp {dp} --tp {tp} --pp {pp} --zero-stage {self.zero} --microbatches {self.microbatches}"
+        line += f" --reduction {self.reduction} --model {self.model} {self.context}"
         line += f" --schedule {self.schedule}" if self.schedule else ""
-        line += f" {self.context}" if self.context else ""
         line += f" --zero-replicas {self.replicas}" if self.replicas > 1 else ""
         for flag, given in (("--sequence-parallel", self.sequence), ("--recompute full", self.recompute)):
             line += f" {flag}" if given else ""
@@ -112,111 +118,7 @@ class Combination:
         return line
 
     def config(self):
-        stages = self.layout[2] * (2 if self.schedule in TWO_PER_RANK else 1)
-        layers = next(n for n in LAYERS if n >= stages)
-        tp, cp = self.layout[1], self.cp
-        if self.model == "gpt2":
-            hidden, heads, length = SHAPES[tp] if cp == 1 else CONTEXT_SHAPES[cp * tp % 3 == 0]
-            shape = f"--hidden {hidden} --heads {heads} --seq-len {length}"
-        else:
-            sizes = LLAMAS[tp] if cp == 1 else CONTEXT_LLAMAS[cp * tp % 3 == 0]
-            hidden, heads, kv_heads, ffn, length = sizes
-            shape = f"--hidden {hidden} --heads {heads} --kv-heads {kv_heads} --ffn {ffn} --seq-len {length}"
-            shape += " --experts 5 --top-k 2" if self.model == "mixtral" else ""
-        line = f"--layers {layers} {shape} --vocab-size {VOCAB} --dtype float64 --eps {EPS} --steps {STEPS} {self}"
-        return config_for(line, self.ranks)
-
-
-# ---- which combinations ----------------------------------------------------------------------------------------------
-
-
-def context_ranks(flags: str) -> int:
-    """The cp of a value of the axis "context"."""
-    return int(flags.split()[1]) if flags else 1
-
-
-def legal(some: dict) -> bool:
-    """Whether these values of some axes go together; the rest is refused, and other tests say how."""
-    dp, tp, pp = some.get("layout", (None, None, None))
-    if (replicas := some.get("replicas", 1)) > 1 and (some.get("zero") == 0 or (dp is not None and dp % replicas)):
-        return False  # nothing to repeat, or groups of unequal size
-    if {"layout", "context"} <= some.keys() and not 2 <= np.prod(some["layout"]) * context_ranks(some["context"]) <= 8:
-        return False
-    schedule, m = some.get("schedule", ...), some.get("microbatches")
-    if pp is not None:
-        if schedule is not ... and (schedule is None) != (pp == 1):
-            return False  # a schedule is a pipeline's
-        if m == 8 and pp < 8 and (schedule not in (..., "dualpipev") or pp < 3):
-            return False  # allowed, and slow
-        if schedule == "dualpipev" and (pp == 8 or (m is not None and m < 2 * pp)):
-            return False  # it needs 2 pp microbatches
-        if schedule == "interleaved-1f1b" and m is not None and m % pp:
-            return False  # microbatches go through in groups of pp
-    if some.get("dropout") and some.get("model") in ("llama", "mixtral"):
-        return False  # which have none
-    if some.get("dropout") and some.get("context", "") and "ulysses" not in some["context"]:
-        return False  # no rank has all probabilities of a head
-    return not (some.get("sequence") and tp == 1)
-
-
-def pairs(some: dict) -> set:
-    """The pairs of values of two axes that a choice covers."""
-    return set(itertools.combinations([(axis, some[axis]) for axis in AXES if axis in some], 2))
-
-
-def every_legal_pair() -> set:
-    """Of all legal combinations, one by one."""
-    found = set()
-    for values in itertools.product(*list(AXES.values())[:6]):
-        some = dict(zip(AXES, values, strict=False))
-        if legal(some):
-            found |= pairs(some)
-    # The last six axes go with everything, but for stage 0 and replicas of shards, and dropout with Llama, Mixtral, or
-    # a ring or an all-gather of keys.
-    single = {item for pair in found for item in pair}
-    free = [(axis, value) for axis in list(AXES)[6:] for value in AXES[axis]]
-    found |= {(a, b) for a, b in itertools.product(single, free) if legal(dict([a, b]))}
-    return found | {(a, b) for a, b in itertools.combinations(free, 2) if a[0] != b[0] and legal(dict([a, b]))}
-
-
-@cache
-def covering() -> tuple[Combination, ...]:
-    """Combinations in which every legal pair of values occurs, each layout with each schedule and each stage included.
-
-    Greedy and without chance: each begins with the first pair not covered yet, and takes axis after axis the value that
-    covers most further ones; of equally good values the one whose pairs were taken least so far. Mixtral's combinations
-    come after all others, which are thus the same with and without it.
-    """
-    taken: Counter = Counter()
-    chosen: list[Combination] = []
-    every = sorted(every_legal_pair(), key=repr)
-    later = [pair for pair in every if ("model", "mixtral") in pair]
-    for missing, models in (
-        (dict.fromkeys(pair for pair in every if pair not in later), ["gpt2", "llama"]),
-        (dict.fromkeys(later), ["mixtral"]),
-    ):
-        cover(missing, models, taken, chosen)
-    return tuple(chosen)
-
-
-def cover(missing: dict, models: list[str], taken: Counter, chosen: list[Combination]) -> None:
-    """Append to `chosen` combinations with one of these models until no pair is missing."""
-    while missing:
-        some = dict(next(iter(missing)))
-        for axis in AXES:
-            if axis not in some:
-                values = models if axis == "model" else AXES[axis]
-                options = [v for v in values if legal({**some, axis: v})]
-
-                def gain(value, axis=axis, some=some):
-                    covered = pairs({**some, axis: value})
-                    return sum(pair in missing for pair in covered), -sum(taken[pair] for pair in covered)
-
-                some[axis] = max(options, key=gain)
-        for pair in pairs(some):
-            missing.pop(pair, None)
-            taken[pair] += 1
-        chosen.append(Combination(**some))
+        return config_of(str(self))
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------
@@ -226,7 +128,7 @@ def run_steps(trainer):
     """Take all steps: the parameters after each, what each reported, and the bytes that each sent by axis."""
     states, reports, sent = [], [], []
     traffic = trainer.mesh.world.traffic
-    for step in range(STEPS):
+    for step in range(trainer.config.optimizer.steps):
         traffic.reset()
         result = trainer.step(step)
         sent.append({axis: traffic.bytes(axis=axis) for axis in DeviceMesh.AXES})
@@ -237,21 +139,27 @@ def run_steps(trainer):
 
 @cache
 def trained(config):
-    return run_steps(OneDevice(config, TEXT))[:2]
+    with using(np):
+        return run_steps(OneDevice(config, TEXT))[:2]
 
 
 def reference(config):
     """One device instead of all ranks: (parameters after each step, (loss, gradient norm) of each step).
 
-    What cannot change a bit there is set to one value, so that combinations share a reference: how layers and steps
-    are cut (but for whether they are: a pipeline's norm is summed part by part), and recompute.
+    What cannot change a bit there is set to one value, so that rows share a reference: how layers and steps are cut
+    (but for whether they are: a pipeline's norm is summed part by part), and recompute. A tree depends on no layout.
     """
+    tree = config.run.reduction == "tree"
+    dp, m = config.mesh.dp, config.data.microbatches
     mesh = dataclasses.replace(
-        config.mesh, dp=config.mesh.dp, cp=1, context_parallel="ring", cp_order="zigzag", tp=1, ep=1, etp=None,
-        pp=min(2, config.mesh.pp), schedule=None, zero_stage=0, sequence_parallel=False,
+        config.mesh, dp=1 if tree else dp, cp=1, context_parallel="ring", cp_order="zigzag", tp=1, ep=1, etp=None,
+        pp=1 if tree else min(2, config.mesh.pp), schedule=None, zero_stage=0, sequence_parallel=False,
     )  # fmt: skip
-    run = dataclasses.replace(config.run, recompute="none", reduction="ordered")
-    return trained(dataclasses.replace(config, mesh=mesh, run=run))
+    if tree:
+        mesh = dataclasses.replace(mesh, zero_replicas=1)
+    data = dataclasses.replace(config.data, microbatches=dp * m if tree else m)
+    run = dataclasses.replace(config.run, recompute="none", reduction="tree" if tree else "ordered")
+    return trained(dataclasses.replace(config, mesh=mesh, data=data, run=run))
 
 
 def differences(states, reports, expected, exact: bool) -> list[str]:
@@ -283,17 +191,11 @@ def same_on_tensor_ranks(trainer) -> bool:
     return len(set(trainer.mesh.tp.all_gather_bytes(hashlib.sha256(b"".join(whole)).digest()))) == 1
 
 
-def check(comm, combination: Combination, kind: type[Trainer] = Trainer) -> list[str]:
-    """What this rank finds wrong with a combination; collective."""
-    return check_config(comm, combination.config(), combination.exact, kind)
-
-
 def check_config(comm, config, exact: bool = False, kind: type[Trainer] = Trainer) -> list[str]:
-    """What this rank finds wrong with a run of STEPS steps; collective. Rank 0 compares with one device; all compare
-    what they report and hold with one another, and what they sent in a step with the closed form.
+    """What this rank finds wrong with a run, over any transport; collective. Rank 0 compares with one device; all
+    compare what they report and hold with one another, and what they sent in a step with the closed form.
     """
-    mesh = config.mesh
-    trainer = kind(config, DeviceMesh(comm, mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep, mesh.etp), TEXT)
+    trainer = trainer_for(config, TEXT, comm, kind)
     states, reports, sent = run_steps(trainer)
     wrong = []
     expected = predicted_traffic(step_layout(config), comm.rank)
@@ -310,12 +212,11 @@ def check_config(comm, config, exact: bool = False, kind: type[Trainer] = Traine
     return wrong
 
 
-def check_all(comm, combinations) -> int:
-    """Check combinations in a job under mpirun: rank 0 prints a line for each. Returns the exit code."""
-    bad = 0
-    for combination in combinations:
-        wrong = [line.decode() for line in comm.all_gather_bytes("; ".join(check(comm, combination)).encode())]
-        bad += any(wrong)
-        if comm.rank == 0:
-            print(f"{'WRONG' if any(wrong) else 'equal'} {combination} {wrong if any(wrong) else ''}", flush=True)
-    return 1 if bad else 0
+def equals_one_device(flags: str, exact: bool, kind: type[Trainer] = Trainer) -> list[str]:
+    """All that any rank of a row finds wrong, on threads: [] if the row is equal to one device.
+
+    `exact` demands one device's bits; else the bound of `differences` holds.
+    """
+    config = config_of(flags)
+    found = run_local(ranks_of(config), check_config, config, exact, kind)
+    return sorted({line for lines in found for line in lines})

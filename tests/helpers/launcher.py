@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -151,33 +151,16 @@ def kill_mpi(n: int, argv: Sequence[str], moment: Callable[[], bool], timeout: f
 
     Returns what the job left if it ended by itself before. Raises MPITimeout if neither happens in `timeout` seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="minipar-mpi-") as folder:
-        process = _start(n, argv, folder, timeout)
-        deadline = time.monotonic() + timeout
-        try:
-            while not moment():
-                if process.poll() is not None:
-                    return Result(process.returncode, *process.communicate())
-                if time.monotonic() > deadline:
-                    raise MPITimeout(f"{n} ranks of {' '.join(argv)}: the moment to kill them did not come")
-                time.sleep(0.0005)
-            # Each rank is a session of its own, so mpirun's process group is not all of the job.
-            for file in Path(folder).glob("rank*.pid"):
-                with contextlib.suppress(ProcessLookupError, ValueError):
-                    os.kill(int(file.read_text()), signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            return None
-        finally:
-            _end(process)
-
-
-@cache
-def seconds_of_help(n: int) -> float:
-    """Return how long `python -m minipar.train --help` takes on n ranks: the least that any command takes now."""
-    start = time.monotonic()
-    run_mpi(n, ["-m", "minipar.train", "--help"])
-    return time.monotonic() - start
+    with _started(n, argv, moment, timeout) as (process, folder):
+        if process.poll() is not None:
+            return Result(process.returncode, *process.communicate())
+        # Each rank is a session of its own, so mpirun's process group is not all of the job.
+        for file in folder.glob("rank*.pid"):
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return None
 
 
 def interrupt_mpi(
@@ -193,18 +176,29 @@ def interrupt_mpi(
 
     `number` is another signal, `rank` the one that gets it instead of mpirun, `times` how often, 0.2 s apart.
     """
+    with _started(n, argv, moment, timeout) as (process, folder):
+        receiver = process.pid if rank is None else int((folder / f"rank{rank}.pid").read_text())
+        for i in range(times):
+            time.sleep(0.2 * (i > 0))
+            os.kill(receiver, number)
+        stdout, stderr = process.communicate(timeout=timeout)
+        return Result(process.returncode, stdout, stderr)
+
+
+@contextlib.contextmanager
+def _started(
+    n: int, argv: Sequence[str], moment: Callable[[], bool], timeout: float
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A job at its moment, or at its end if that comes first; and the folder with its ranks' process ids."""
     with tempfile.TemporaryDirectory(prefix="minipar-mpi-") as folder:
         process = _start(n, argv, folder, timeout)
         deadline = time.monotonic() + timeout
         try:
-            while not moment() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-            receiver = process.pid if rank is None else int((Path(folder) / f"rank{rank}.pid").read_text())
-            for i in range(times):
-                time.sleep(0.2 * (i > 0))
-                os.kill(receiver, number)
-            stdout, stderr = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            return Result(process.returncode, stdout, stderr)
+            while not moment() and process.poll() is None:
+                if time.monotonic() > deadline:
+                    raise MPITimeout(f"{n} ranks of {' '.join(argv)}: the moment did not come")
+                time.sleep(0.0005)
+            yield process, Path(folder)
         finally:
             _end(process)
 

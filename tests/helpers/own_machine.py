@@ -1,7 +1,7 @@
 """A job with a /tmp and a /dev/shm of its own, so that what it leaves behind is known exactly.
 
-As a program, inside a namespace of mounts: hide both directories behind empty ones, run a command, list what is left.
-No root is needed where the kernel lets users have their own namespaces.
+As a program, inside a namespace of mounts: hide both directories behind empty ones, run a command, list what has
+changed. No root is needed where the kernel lets users have their own namespaces.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run_alone(
 ) -> tuple[Result, list[str]]:
     """Run a program on n ranks with a /dev/shm of these mount options. Return the result, and the files left in both.
 
-    `first` is a shell command to run before, with the directories that the job gets. Files of `first` are listed too.
+    `first` is a shell command to run before, in the directories that the job gets. A file of it that is gone is listed.
     """
     before = [*NAMESPACE, sys.executable, __file__, str(folder), shared, first]
     result = run_mpi(n, argv_or_script, env=env, before=before)
@@ -70,13 +70,13 @@ def _files() -> set[str]:
 
 def _main(folder: Path, shared: str, first: str, command: list[str]) -> int:
     _mount(shared)
-    before = _files()
     _do("sh", "-c", first)
+    before = _files()
     code = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
     deadline = time.monotonic() + SETTLE_SECONDS
-    while _files() - before and time.monotonic() < deadline:
+    while _files() != before and time.monotonic() < deadline:
         time.sleep(0.1)
-    (folder / "left").write_text("".join(f"{file}\n" for file in sorted(_files() - before)))
+    (folder / "left").write_text("".join(f"{file}\n" for file in sorted(_files() ^ before)))
     return code
 
 

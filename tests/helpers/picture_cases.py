@@ -1,4 +1,8 @@
-"""A small trace, metrics and benchmark rows, which the tests of visualize draw."""
+"""A small trace, metrics, benchmark rows, a ledger, a search and schedules, which the tests of visualize draw."""
+
+from minipar.parallel.pipeline.actions import Durations, simulate
+from minipar.parallel.pipeline.schedules import make
+from visualize.plan import MEMORY, TIME
 
 
 def slice_event(name, rank, tid, start, length, **args):
@@ -36,3 +40,28 @@ def bench_rows():
     ]  # fmt: skip
     mpi = ring[0] | {"algorithm": "mpi", "mpi_seconds": None, "wire_bytes": None, "wire_bytes_expected": None}
     return [*ring, mpi, ring[0] | {"op": "barrier", "bytes": 0}]
+
+
+def moments(count):
+    """Make a ledger: activations grow and go, a buffer comes and goes, and the optimizer's state stays."""
+    forward = [("forward", (4096, 4096, 8192, 2048 * i, 0)) for i in range(3)]
+    backward = [("backward", (4096, 4096, 8192, 5000, 1024)), ("backward", (4096, 4096, 8192, 3000, 0))]
+    return [*forward, *backward, ("optimizer", (4096, 4096, 8192, 0, 0))] * count
+
+
+def search():
+    """Make what the planner writes, as far as it is drawn: two plans of three meshes."""
+    plans = []
+    for dp, tp, seconds in ((4, 1, 100.0), (2, 2, 101.0)):
+        sizes = {"dp": dp, "tp": tp, "pp": 1, "zero_stage": 1, "mfu": 0.5}
+        times = dict.fromkeys(TIME, seconds / 6) | {"total": seconds}
+        plans.append(sizes | {"seconds": times, "memory_bytes": dict.fromkeys(MEMORY, 10e9)})
+    meshes = [plan | {"seconds": plan["seconds"]["total"], "memory_bytes": 50e9 + plan["tp"] * 1e9} for plan in plans]
+    meshes.append({"dp": 1, "tp": 4, "pp": 1, "seconds": 104.0, "memory_bytes": 55e9})
+    about = {"model": {"name": "m"}, "gpus": 4, "gpu": {"name": "g", "memory": 60e9}, "global_batch": 8, "seq_len": 16}
+    return about | {"plans": plans, "meshes": meshes, "assumptions": {"memory_used": 0.92}}
+
+
+def timeline(name="1f1b", p=4, m=8, v=None, **durations):
+    """Simulate a schedule of p ranks and m microbatches."""
+    return simulate(make(name, p, m, v), Durations(**durations))

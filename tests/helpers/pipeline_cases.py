@@ -52,15 +52,13 @@ class Run:
         self.gradients = gradients(model)
 
 
-def execute_rank(
-    comm, schedule, layers, counts=None, recompute=False, dropout=0.1, stage_type=PipelineStage, watch=None
-):
+def execute_rank(comm, schedule, layers, counts=None, recompute=False, dropout=0.1, watch=None):
     """One rank's part of a step. `counts`: parts per stage, else balanced; `watch(executor, action)` is called as each
     action begins.
     """
     model = gpt(layers, recompute, dropout)
     runs = cut(model, counts or balanced_cuts(model.config.segment_flops(T), schedule.stages))
-    stages = {s: stage_type(runs[s]) for s, rank in schedule.home.items() if rank == comm.rank}
+    stages = {s: PipelineStage(runs[s]) for s, rank in schedule.home.items() if rank == comm.rank}
     executor = PipelineExecutor(schedule, comm, stages, (B, T, H), np.dtype("float64"))
 
     @contextmanager

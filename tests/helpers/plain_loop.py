@@ -31,6 +31,7 @@ class Recipe:
     eps: float
     weight_decay: float
     clip_grad: float
+    replicas: int = 1  # whose gradients are computed one after another, and added in this order
 
 
 def sample_starts(recipe: Recipe, step: int, text_length: int) -> np.ndarray:
@@ -79,19 +80,24 @@ def train(model: GPT, text: np.ndarray, recipe: Recipe) -> list[tuple[float, flo
         if recipe.order == "sequential":
             positions %= len(text) - 1  # the text again and again
 
-        # The gradient of the global batch's mean loss, microbatch after microbatch.
-        model.zero_grad()
-        loss_sum, size = 0.0, recipe.global_batch // recipe.microbatches
-        for first in range(0, recipe.global_batch, size):
-            samples = range(first, first + size)
-            inputs, targets = (text[positions[first : first + size] + k].astype(np.int64) for k in (0, 1))
-            with dropping(DropoutKeys(recipe.seed, step, samples)):
-                loss = model.loss_sum(inputs, targets)
-            loss.backward(np.full_like(loss.data, 1 / tokens))
-            loss_sum += loss.item()
-        model.wte.weight.fold_tied_gradients()  # the head's gradient is the embedding's too
-
-        gradients = {name: p.grad for name, p in parameters.items()}
+        # The gradient of the global batch's mean loss, replica after replica and microbatch after microbatch.
+        gradients, loss_sum = {}, 0.0
+        size = recipe.global_batch // (recipe.replicas * recipe.microbatches)
+        for replica in range(recipe.replicas):
+            model.zero_grad()
+            replica_loss = 0.0
+            for microbatch in range(recipe.microbatches):
+                first = (replica * recipe.microbatches + microbatch) * size
+                samples = range(first, first + size)
+                inputs, targets = (text[positions[first : first + size] + k].astype(np.int64) for k in (0, 1))
+                with dropping(DropoutKeys(recipe.seed, step, samples)):
+                    loss = model.loss_sum(inputs, targets)
+                loss.backward(np.full_like(loss.data, 1 / tokens))
+                replica_loss += loss.item()
+            model.wte.weight.fold_tied_gradients()  # the head's gradient is the embedding's too
+            for name, p in parameters.items():
+                gradients[name] = p.grad if replica == 0 else gradients[name] + p.grad
+            loss_sum += replica_loss
         norm = global_norm(gradients)
         if recipe.clip_grad and norm > recipe.clip_grad:
             gradients = {name: g * (recipe.clip_grad / (norm + 1e-6)) for name, g in gradients.items()}

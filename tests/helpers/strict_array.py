@@ -31,22 +31,7 @@ except ImportError as error:  # not a skip: without it the names would go unchec
 _SCALARS = (bool, int, float, complex, np.generic)
 _DOORS = {"asarray", "array"}  # the functions that take host arrays
 # Methods that are a function of the same name and arguments; the compiled method itself does not say what it takes.
-_REDUCTIONS = {
-    "all",
-    "any",
-    "argmax",
-    "argmin",
-    "clip",
-    "cumsum",
-    "max",
-    "mean",
-    "min",
-    "prod",
-    "std",
-    "sum",
-    "take",
-    "var",
-}
+_REDUCTIONS = set("all any argmax argmin clip cumsum max mean min prod std sum take var".split())
 _UFUNC_KEYWORDS = {"out", "dtype", "casting"}
 
 
@@ -193,21 +178,7 @@ def _operators() -> None:
 
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
         setattr(ndarray, f"__{name}__", binary(name, getattr(operator, name)))
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    ):
+    for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split():
         function = getattr(operator, f"__{name}__")
         setattr(ndarray, f"__{name}__", binary(name, function))
         setattr(ndarray, f"__r{name}__", binary(name, function, reflected=True))

@@ -13,7 +13,6 @@ from minipar.parallel.tensor.layers import shard_parameter
 from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.train.data import Tokens
 from minipar.train.one_device import train_on_one_device
-from minipar.train.trainer import Trainer
 
 # heads and sequence length for each number of ranks; 13 tokens are never a multiple of it.
 SHAPES = {1: (6, 8), 2: (6, 8), 3: (6, 9), 4: (12, 8), 8: (8, 8)}
@@ -21,7 +20,6 @@ SHAPES = {1: (6, 8), 2: (6, 8), 3: (6, 9), 4: (12, 8), 8: (8, 8)}
 # not see the keys' bias, it is g's rounding error times 1/eps: with the usual 1e-8 as much as 7e-12 of a bias that was
 # zero (measured, in 8 of 192 runs more than 1e-12). A larger eps leaves in the first steps what is to be compared.
 EPS = 1e-6
-LAYOUTS = [(tp, sequence) for tp in (2, 3, 4, 8) for sequence in (False, True)]
 VOCAB, HIDDEN, LAYERS = 13, 24, 2
 RANDOM = np.random.Generator(np.random.Philox(51))
 ROWS = RANDOM.integers(0, VOCAB, (3, 10))
@@ -63,10 +61,10 @@ def serial(tp, dropout):
     return loss_and_backward(model), {name: p.grad for name, p in model.named_parameters()}, weights
 
 
-def parallel(comm, dropout, sequence, recompute=False, reduction="ring", deferred=False, make_tensor=tensor_parallel):
+def parallel(comm, dropout, sequence, recompute=False, deferred=False):
     """A rank's loss; gradients and weights made whole; and its own gradients of the parameters that all have."""
     model = model_of(comm.size, dropout, recompute, deferred=deferred)
-    tensor = make_tensor(model, comm, reduction, sequence)
+    tensor = tensor_parallel(model, comm, sequence=sequence)
     for parameter in model.parameters():
         parameter.materialize()
     loss = loss_and_backward(model)
@@ -83,12 +81,12 @@ def config_for(flags, size, tp):
     return training.config_for(f"{shape} --dtype float64 --tp {tp} --eps {EPS} {flags}", size)
 
 
-def train(flags, dp=1, tp=1, sequence=False, verified=True, kind=Trainer):
+def train(flags, dp=1, tp=1, sequence=False, verified=True):
     """Each rank's (parameters from state_dict, step results, verdict, own replicated parameters)."""
     config = config_for(flags + (" --sequence-parallel" if sequence else ""), dp * tp, tp)
 
     def rank(comm):
-        trainer = trainer_for(config, TEXT, comm, kind)
+        trainer = trainer_for(config, TEXT, comm)
         results, verdict = training.verified(trainer) if verified else (list(trainer.train()), None)
         replicated = {}
         if config.mesh.zero_stage < 3:

@@ -15,7 +15,7 @@ from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.parallelize import DataParallel
-from minipar.parallel.placement import Replicate, Shard, update
+from minipar.parallel.placement import Shard
 from minipar.train.checkpoint import Checkpoint
 from minipar.train.config import parse, resolve
 from minipar.train.data import Tokens
@@ -238,41 +238,7 @@ class Done:
         return self.result
 
 
-# ---- mistakes that several suites make -------------------------------------------------------------------------------
-
-
-def takes_all_for(kind: type[Replicate]) -> type[Trainer]:
-    """Return a trainer whose gradient norm takes every parameter for one of this placement over tp."""
-
-    class Mistaken(Trainer):
-        def _clip_grad_norm(self, max_norm):
-            parameters = self.ddp.parameters()
-            placements = [p.placement for p in parameters]
-            for p in parameters:
-                rank, ranks = p.placement.tp.rank, p.placement.tp.ranks
-                update(p, tp=Shard(rank, ranks, 0, p.placement.shape[0]) if kind is Shard else kind(rank, ranks))
-            try:
-                return super()._clip_grad_norm(max_norm)
-            finally:
-                for p, placement in zip(parameters, placements, strict=True):
-                    p.placement = placement
-
-    return Mistaken
-
-
-def talk_through(kind, ddp: DataParallel) -> None:
-    """Let the buckets of a wrapper talk through a `kind` of communicator, a Proxy."""
-    comm = kind(ddp.norm_comm)
-    for bucket in ddp.buckets:
-        bucket.comm = comm
-
-
-class ForgetsTheSumOverTensorRanks(Trainer):
-    """The gradients of parameters that every tensor-parallel rank holds cover this rank's tokens only."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.ddp.before_reduce = None
+# ---- mistakes ------------------------------------------------------------------------------------------------------
 
 
 class NothingDecays(Trainer):
@@ -298,15 +264,3 @@ class OwnChunksNorm(Trainer):
     def _clip_grad_norm(self, max_norm):
         mesh = self.mesh
         return clip_grad_norm(self.ddp.parameters(), max_norm, serial(), mesh.tp, mesh.pp)
-
-
-class LeavesTheTiedGradientBehind(Trainer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.pipeline.fetch_tied_gradient = lambda: None
-
-
-class LeavesTheTiedWeightBehind(Trainer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.pipeline.send_tied_weight = lambda whole: None

@@ -238,20 +238,6 @@ class Late(Wrapped):
                 self.inner.pause(0, held.request)
 
 
-def run_late(ranks: int, fn: Callable[..., Any], seed: int, *args: Any) -> tuple[list[Any], int]:
-    """`run_local` with delayed messages. Returns the ranks' values, and how many messages overtook others."""
-    overtaken = []
-
-    def rank(comm: Communicator) -> Any:
-        late = Late(comm.transport, seed)
-        result = fn(Communicator(late), *args)
-        late.close()
-        overtaken.append(late.outbox.overtaken)
-        return result
-
-    return run_local(ranks, rank), sum(overtaken)
-
-
 # ---- a message that is lost ------------------------------------------------------------------------------------------
 
 
@@ -259,12 +245,11 @@ class Lossy(Wrapped):
     """A transport that loses one message. The sender does not notice.
 
     `lost`: the group's name, source, dest, and which message of these two ranks in this group (1 is the first).
-    With `silent`, the transport does not know that every rank waits, as MPI does not: only the clock ends a wait.
     """
 
-    def __init__(self, inner: Transport, lost: tuple[str, int, int, int] | None = None, silent: bool = False) -> None:
+    def __init__(self, inner: Transport, lost: tuple[str, int, int, int] | None = None) -> None:
         super().__init__(inner)
-        self.lost, self.silent = lost, silent
+        self.lost = lost
         self.sent: Counter[tuple[str, int, int]] = Counter()
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
@@ -273,12 +258,6 @@ class Lossy(Wrapped):
         if (*pair, self.sent[pair]) == self.lost:
             return Done()
         return super().isend(array, dest, tag, owner)
-
-    def pause(self, attempt: int, waiting_for: Request) -> None:
-        if self.silent:
-            time.sleep(1e-3)
-        else:
-            super().pause(attempt, waiting_for)
 
 
 def run_lossy(ranks: int, fn: Callable[..., Any], lost: tuple[str, int, int, int], *args: Any) -> list[Any]:

@@ -9,7 +9,6 @@ from safetensors.numpy import load_file, save_file
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig, Parameter, placeholder
 from minipar.nn.pretrained import load_pretrained, save_pretrained
-from minipar.parallel.groups import by_unit
 
 SMALL = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)
 TOKENS = np.array([[1, 2, 3, 4, 5], [5, 0, 10, 0, 5]])
@@ -34,22 +33,14 @@ def test_a_placeholder_is_one_read_only_nan_of_any_shape():
         array[0, 0] = 1
 
 
-def test_a_deferred_parameter_has_a_shape_before_it_has_values():
+def test_a_deferred_parameter_computes_its_values_once():
     parameter, calls = counted()
     assert (parameter.shape, parameter.dtype, parameter.size, parameter.ndim) == ((2, 3), np.float32, 6, 2)
     assert parameter.decays and not counted((6,))[0].decays
     assert np.isnan(parameter.data).all() and calls == []
-
-
-def test_materialize_computes_the_values_once():
-    parameter, calls = counted()
     for _ in range(2):
         parameter.materialize()
         assert np.array_equal(parameter.data, [[0, 1, 2], [3, 4, 5]]) and len(calls) == 1
-    present = Parameter(np.ones(2))
-    data = present.data
-    present.materialize()
-    assert present.data is data
 
 
 def test_moving_computes_or_copies_the_values_in_place():
@@ -83,20 +74,6 @@ def test_a_deferred_gpt_becomes_the_same_gpt(dtype):
     assert np.array_equal(model(TOKENS).data, expected(TOKENS).data)  # the head too reads `wte` where it is now
 
 
-def test_the_parts_of_a_gpt_run_in_order_are_the_gpt():
-    model = GPT(SMALL)
-    assert [segment.name for segment in model.segments] == ["embedding", "h.0", "h.1", "head"]
-    x = TOKENS
-    for segment in model.segments:
-        x = segment.run(x)
-    assert np.array_equal(x.data, model(TOKENS).data)
-    assert {p for segment in model.segments for p in segment.parameters} == set(model.parameters())
-    assert model.wte.weight in model.segments[0].parameters and model.wte.weight in model.segments[-1].parameters
-    grouped = by_unit(model)
-    assert sorted(map(len, grouped)) == [4, 12, 12] and len(grouped[0]) == 4
-    assert len({p for unit in grouped for p in unit}) == sum(map(len, grouped)) == len(model.parameters())
-
-
 # ---- from files ------------------------------------------------------------------------------------------------------
 
 
@@ -117,13 +94,11 @@ def test_a_deferred_load_reads_each_tensor_on_demand_and_once(prefix, tmp_path):
     model.materialize()
 
 
-def test_a_deferred_load_refuses_a_wrong_file_at_once(tmp_path):
-    save_pretrained(GPT(SMALL), tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["wpe.weight"] = tensors["wpe.weight"][:3].copy()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match=r"wpe.weight has shape \(3, 8\), expected \(6, 8\)"):
-        load_pretrained(tmp_path, deferred=True)
+def save_with_head(directory):
+    """Write a GPT's files with its tied head in them, as some are."""
+    save_pretrained(GPT(SMALL), directory)
+    state = load_file(directory / "model.safetensors")
+    save_file(state | {"lm_head.weight": state["wte.weight"].copy()}, directory / "model.safetensors")
 
 
 def rewrite_as(path, key, dtype, itemsize, content=None):
@@ -146,59 +121,24 @@ def rewrite_as(path, key, dtype, itemsize, content=None):
     path.write_bytes(len(text).to_bytes(8, "little") + text + body)
 
 
-@pytest.mark.parametrize("deferred", [True, False])
-@pytest.mark.parametrize(("key", "dtype", "itemsize"), [("h.1.mlp.c_fc.weight", "F8_E4M3", 1), ("ln_f.bias", "I32", 4)])
-def test_a_tensor_of_another_dtype_is_refused_by_name(key, dtype, itemsize, deferred, tmp_path):
-    save_pretrained(GPT(SMALL), tmp_path)
+@pytest.mark.parametrize(
+    ("key", "dtype", "itemsize"),
+    [("h.1.mlp.c_fc.weight", "F8_E4M3", 1), ("ln_f.bias", "I32", 4), ("lm_head.weight", "I32", 4)],
+)
+def test_a_tensor_of_another_dtype_is_refused_by_name(key, dtype, itemsize, tmp_path):
+    save_with_head(tmp_path)
     rewrite_as(tmp_path / "model.safetensors", key, dtype, itemsize)
-    with pytest.raises(UsageError, match=f"model.safetensors: {key} is stored as {dtype}; expected one of F64, F32"):
-        load_pretrained(tmp_path, deferred=deferred)
+    with pytest.raises(UsageError, match=f"{key} .*{dtype}"):
+        load_pretrained(tmp_path, deferred=True)
 
 
-def test_a_tied_head_of_another_dtype_is_refused_by_name(tmp_path):
-    save_pretrained(GPT(SMALL), tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    save_file(state | {"lm_head.weight": state["wte.weight"].copy()}, tmp_path / "model.safetensors")
-    rewrite_as(tmp_path / "model.safetensors", "lm_head.weight", "I32", 4)
-    with pytest.raises(
-        UsageError, match="model.safetensors: lm_head.weight is stored as I32; expected one of F64, F32"
-    ):
-        load_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("key", ["wte.weight", "lm_head.weight"])
-def test_a_bfloat16_head_is_compared_with_its_embedding(key, tmp_path):
-    model = GPT(SMALL)
-    save_pretrained(model, tmp_path)
-    state = model.state_dict()
-    save_file(state | {"lm_head.weight": state["wte.weight"].copy()}, tmp_path / "model.safetensors")
-    rewrite_as(tmp_path / "model.safetensors", key, "BF16", 2)
-    with pytest.raises(UsageError, match="lm_head.weight differs from wte.weight"):
-        load_pretrained(tmp_path)
-    rewrite_as(tmp_path / "model.safetensors", "wte.weight", "BF16", 2)
-    rewrite_as(tmp_path / "model.safetensors", "lm_head.weight", "BF16", 2)
-    assert not load_pretrained(tmp_path).state_dict()["wte.weight"].any()
-
-
-def test_the_rewriting_itself_leaves_a_file_that_can_be_read(tmp_path):
-    save_pretrained(GPT(SMALL), tmp_path)
-    rewrite_as(tmp_path / "model.safetensors", "ln_f.bias", "F64", 8)
-    assert load_pretrained(tmp_path).state_dict()["ln_f.bias"].tolist() == [0] * 8
-
-
-def test_half_precision_files_load(tmp_path):
+def test_files_of_two_byte_values_load_exactly(tmp_path):
     model = GPT(SMALL)
     save_pretrained(model, tmp_path)
     halves = {name: x.astype(np.float16) for name, x in model.state_dict().items()}
     save_file(halves, tmp_path / "model.safetensors")
-    loaded = load_pretrained(tmp_path, deferred=True)
-    for name, parameter in loaded.named_parameters():
-        parameter.materialize()
-        assert parameter.dtype == np.float32 and np.array_equal(parameter.data, halves[name].astype(np.float32))
-
-
-def test_bfloat16_files_load_exactly(tmp_path):
-    model = GPT(SMALL)
+    for name, parameter in load_pretrained(tmp_path).named_parameters():
+        assert parameter.dtype == np.float32 and np.array_equal(parameter.data, halves[name])
     save_pretrained(model, tmp_path)
     bits = {name: x.view(np.uint32) >> 16 for name, x in model.state_dict().items()}
     for name, x in bits.items():
@@ -246,55 +186,25 @@ def test_one_whole_file_comes_before_an_index(sharded):
 
 
 BAD_INDEXES = {
-    "a shard missing": ({"ln_f.bias": "part-2.safetensors"}, "part-2.safetensors: no such file"),
-    "a tensor elsewhere": ({"ln_f.bias": "part-0.safetensors", "ln_f.weight": "part-0.safetensors"}, "missing ln_f"),
-    "a path upwards": ({"ln_f.bias": "../part-0.safetensors"}, "weight_map: expected for each tensor the name"),
-    "a path from the root": ({"ln_f.bias": "/etc/passwd"}, "index.json: weight_map: expected for each tensor"),
-    "the parent": ({"ln_f.bias": ".."}, "not a regular file"),
-    "the directory": ({"ln_f.bias": "."}, "weight_map: expected"),
-    "no name": ({"ln_f.bias": ""}, "not a regular file"),
-    "a number": ({"ln_f.bias": 3}, "weight_map: expected"),
-    "a name with a zero": ({"ln_f.bias": "a\0b"}, "no such file"),
-    "a long name": ({"ln_f.bias": "a" * 300}, "no such file"),
-    "half a surrogate": ({"ln_f.bias": "\ud800"}, "no such file"),
-    "the config": ({"ln_f.bias": "config.json"}, "config.json is not a safetensors file"),
-    "no map": (None, "weight_map: expected"),
-    "a list": (["part-0.safetensors"], "weight_map: expected"),
-    "an empty map": ({}, "model.safetensors: no such file"),
+    "a shard missing": ({"ln_f.bias": "part-2.safetensors"}, "part-2.safetensors"),
+    "a tensor elsewhere": ({"ln_f.bias": "part-0.safetensors", "ln_f.weight": "part-0.safetensors"}, "ln_f"),
+    "a path upwards": ({"ln_f.bias": "../part-0.safetensors"}, "weight_map"),
+    "a path from the root": ({"ln_f.bias": "/etc/passwd"}, "weight_map"),
+    "the parent": ({"ln_f.bias": ".."}, ".."),
+    "a number": ({"ln_f.bias": 3}, "weight_map"),
+    "a name with a zero": ({"ln_f.bias": "a\0b"}, "a\0b"),
+    "the config": ({"ln_f.bias": "config.json"}, "config.json"),
+    "no map": (None, "weight_map"),
+    "an empty map": ({}, "model.safetensors"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_INDEXES)
 def test_a_bad_index_is_refused_in_one_line(name, sharded):
     directory, _, places = sharded
-    change, message = BAD_INDEXES[name]
+    change, named = BAD_INDEXES[name]
     content = places | change if isinstance(change, dict) and change else change
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": content}))
-    with pytest.raises(UsageError, match=message) as error:
+    with pytest.raises(UsageError) as error:
         load_pretrained(directory)
-    assert "\n" not in str(error.value)
-
-
-def test_an_index_of_more_than_16_mib_is_refused(sharded):
-    index = sharded[0] / "model.safetensors.index.json"
-    with open(index, "a") as file:
-        file.truncate(2**24 + 1)
-    with pytest.raises(UsageError, match="index.json: 16,777,217 bytes, expected at most 16 MiB"):
-        load_pretrained(sharded[0])
-
-
-def test_a_wrong_shape_in_a_shard_is_named(sharded):
-    directory, state, places = sharded
-    write_shards(directory, state | {"wpe.weight": state["wpe.weight"][:3].copy()}, places)
-    with pytest.raises(UsageError, match=r"index.json: wpe.weight has shape \(3, 8\), expected \(6, 8\)"):
-        load_pretrained(directory)
-
-
-# ---- export ----------------------------------------------------------------------------------------------------------
-
-
-def test_export_writes_the_given_state_instead_of_the_models(tmp_path):
-    model = GPT(SMALL)
-    state = {name: x + 1 for name, x in model.state_dict().items()}
-    save_pretrained(GPT(SMALL, deferred=True), tmp_path, state)
-    assert all(np.array_equal(x, state[name]) for name, x in load_pretrained(tmp_path).state_dict().items())
+    assert named in str(error.value) and "\n" not in str(error.value)

@@ -1,7 +1,5 @@
 """Claims about dropout: right gradients, and the same masks in every layout, whoever computes them and when."""
 
-import itertools
-
 import numpy as np
 import pytest
 from training import verified
@@ -14,7 +12,6 @@ from minipar.nn.layers import generator
 from minipar.train import trainer as trainer_module
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
 
 RANDOM = np.random.Generator(np.random.Philox(31))
@@ -35,25 +32,18 @@ def mask(shape, keys=KEYS, name="h.0.attn.attn_dropout", p=0.4, windows=()):
 # ---- the two operations ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
-def test_backward_is_the_adjoint_of_forward(probability):
-    keep = RANDOM.random((2, 3, 4)) >= probability
-    gradcheck(lambda x: dropout(x, keep, probability), [RANDOM.standard_normal((2, 3, 4))])
+def test_dropout_zeroes_what_is_not_kept_and_scales_the_rest():
+    x, keep = RANDOM.standard_normal((4, 50)), RANDOM.random((4, 50)) >= 0.25
+    assert np.array_equal(dropout(Tensor(x), keep, 0.25).data, np.where(keep, x * (1 / 0.75), 0))
 
 
-@pytest.mark.parametrize(("heads", "length", "probability"), [(1, 1, 0.5), (1, 5, 0.1), (3, 4, 0.5), (2, 6, 0.9)])
+@pytest.mark.parametrize(("heads", "length", "probability"), [(1, 1, 0.5), (3, 4, 0.5), (2, 6, 0.9)])
 def test_attention_with_dropout_has_the_gradient_of_its_forward(heads, length, probability):
     keep = RANDOM.random((2, heads, length, length)) >= probability
     keep[0, 0, -1] = False  # a position that sees nothing at all
     gradcheck(
         lambda x: causal_attention(x, heads, None, keep, probability), [RANDOM.standard_normal((2, length, 6 * heads))]
     )
-
-
-def test_dropout_zeroes_what_is_not_kept_and_scales_the_rest():
-    x, keep = RANDOM.standard_normal((4, 50)), RANDOM.random((4, 50)) >= 0.25
-    y = dropout(Tensor(x), keep, 0.25).data
-    assert np.array_equal(y, np.where(keep, x * (1 / 0.75), 0))
 
 
 def test_attention_drops_probabilities_after_the_softmax():
@@ -72,8 +62,7 @@ def test_attention_drops_probabilities_after_the_softmax():
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("dim", [1, 2, 3])
+@pytest.mark.parametrize(("dim", "count"), [(1, 1), (1, 5), (2, 2), (3, 3)])
 def test_a_window_sees_its_slice_of_the_one_mask(dim, count):
     shape = [3, 5, 7, 6]
     shape[dim] = 2 * count
@@ -99,36 +88,16 @@ def test_windows_along_several_dims_and_one_inside_another():
     assert np.array_equal(mask((3, 2, 5), windows=[outer, window(1, 1, 2)]), whole[:, [10, 11]])
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
+@pytest.mark.parametrize(
+    ("seed", "step", "name", "p"), [(3, 5, "drop", 0.1), (0, 11, "h.1.mlp.drop", 0.5), (8, 0, "drop", 0.999)]
+)
 @pytest.mark.parametrize("shape", [(2, 3, 7, 5), (3, 5, 3), (2, 11)])
-def test_masks_are_what_numpy_draws_by_name(shape, p):
-    keys = DropoutKeys(3, 5, KEYS.samples[: shape[0]])
-    streams = [generator(3, f"dropout drop 5 {sample}") for sample in keys.samples]
+def test_masks_are_what_numpy_draws_by_name(shape, seed, step, name, p):
+    """By seed, layer, step and global sample, and so whatever batch a sample is in."""
+    keys = DropoutKeys(seed, step, KEYS.samples[: shape[0]])
+    streams = [generator(seed, f"dropout {name} {step} {sample}") for sample in keys.samples]
     whole = np.stack([stream.random(shape[1:], np.float32) >= p for stream in streams])
-    assert np.array_equal(mask(shape, keys, "drop", p), whole)
-
-
-def test_an_element_stays_where_its_number_is_p_itself():
-    numbers = generator(3, "dropout drop 5 4").random(6, np.float32)
-    for p in numbers.tolist():
-        assert np.array_equal(mask((1, 6), DropoutKeys(3, 5, [4]), "drop", p)[0], numbers >= np.float32(p))
-
-
-def test_a_samples_mask_is_its_own_whatever_batch_it_is_in():
-    three = mask((3, 6, 10))
-    for row, sample in enumerate(KEYS.samples):
-        assert np.array_equal(mask((1, 6, 10), DropoutKeys(3, 5, [sample])), three[row : row + 1])
-    assert np.array_equal(mask((2, 6, 10), DropoutKeys(3, 5, range(9, 11)))[0], three[2])
-
-
-def test_layer_step_sample_and_seed_all_make_another_mask():
-    masks = [
-        mask((1, 6, 10), DropoutKeys(seed, step, [sample]), name)
-        for seed, step, sample, name in itertools.product((0, 1), (0, 11), (1, 111), ("h.0.drop", "h.1.drop"))
-    ]
-    masks.append(mask((1, 6, 10), DropoutKeys(0, 0, [11]), "h.0.drop"))
-    masks.append(mask((1, 6, 10), DropoutKeys(0, 1, [1]), "h.0.drop"))
-    assert len({m.tobytes() for m in masks}) == len(masks) == 18
+    assert np.array_equal(mask(shape, keys, name, p), whole)
 
 
 def test_every_dropout_of_the_gpt_has_a_name_of_its_own():
@@ -157,17 +126,6 @@ def test_a_forward_drops_where_gpt2_does(monkeypatch):
     assert asked == expected
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_elements_stay_with_probability_1_minus_p(p):
-    n = 4 * 300 * 100
-    keep = mask((4, 300, 100), DropoutKeys(0, 0, range(4)), p=p)
-    assert abs(keep.mean() - (1 - p)) < 5 * np.sqrt(p * (1 - p) / n)
-    for neighbour in (keep[:, 1:] == keep[:, :-1], keep[..., 1:] == keep[..., :-1], keep[1:] == keep[:-1]):
-        assert abs(neighbour.mean() - (p * p + (1 - p) ** 2)) < 0.01  # independent of one another
-    y = dropout(Tensor(np.ones(keep.shape)), keep, p).data
-    assert abs(y.mean() - 1) < 5 * np.sqrt(p / (1 - p) / n)
-
-
 def test_dropout_is_the_identity_at_p_0_and_outside_of_dropping():
     x = Tensor(RANDOM.standard_normal((3, 4)), requires_grad=True)
     assert Dropout("a", 0.5)(x) is x
@@ -182,7 +140,7 @@ def test_dropout_is_the_identity_at_p_0_and_outside_of_dropping():
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 4)])
 def test_a_wrong_number_of_keys_is_an_error(shape):
-    with pytest.raises(ValueError, match=f"dropout drop: {shape[0]} samples, but keys for 3"):
+    with pytest.raises(ValueError, match=f"drop: {shape[0]} .*3"):
         mask(shape, name="drop")
 
 
@@ -266,57 +224,30 @@ def losses(results):
     return [(r.loss, r.grad_norm) for r in results]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_ordered_ranks_with_dropout_train_one_devices_bits(size):
-    flags = f"--global-batch {size * 2} --reduction ordered --microbatches {1 + size % 2}"
-    outcomes = train(size, flags)
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (4, "--microbatches 1"),
+        (3, "--microbatches 2"),
+        (2, "--microbatches 2 --zero-stage 1 --order sequential"),
+        (3, "--microbatches 2 --zero-stage 2 --sync-every-microbatch --clip-grad 0.5"),
+        (2, "--microbatches 2 --zero-stage 3 --recompute full --clip-grad 0.5"),
+    ],
+)
+def test_ordered_ranks_with_dropout_train_one_devices_bits(size, flags):
+    outcomes = train(size, f"--global-batch {size * 4} --reduction ordered {flags}")
     for results, verdict in outcomes:
         assert losses(results) == losses(outcomes[0][0])
         assert verdict.passed and "bit for bit" in verdict.line, verdict.line
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("extra", ["", "--microbatches 2 --recompute full", "--microbatches 2 --sync-every-microbatch"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("size", [2, 3])
-def test_zero_stages_with_dropout_train_one_devices_bits(size, stage, extra):
-    if stage == 1:
-        extra = extra.replace("--sync-every-microbatch", "--order sequential")
-    outcomes = train(
-        size, f"--global-batch {size * 4} --reduction ordered --zero-stage {stage} --clip-grad 0.5 {extra}"
-    )
-    for _, verdict in outcomes:
-        assert verdict.passed and "bit for bit" in verdict.line, verdict.line
-
-
-LAYOUTS = [
-    (1, ""),
-    (1, "--microbatches 6"),
-    (2, "--microbatches 3 --reduction ordered"),
-    (3, ""),
-    (6, "--recompute full"),
-]
-
-
-def losses_of_layouts():
-    return [[r.loss for r in train(size, f"--global-batch 6 {flags}")[0][0]] for size, flags in LAYOUTS]
+LAYOUTS = [(1, ""), (1, "--microbatches 6"), (2, "--microbatches 3"), (6, "--recompute full")]
 
 
 def test_the_layout_changes_rounding_but_not_the_masks():
-    first, *others = losses_of_layouts()
+    first, *others = [[r.loss for r in train(size, f"--global-batch 6 {flags}")[0][0]] for size, flags in LAYOUTS]
     for other in others:
         np.testing.assert_allclose(other, first, rtol=1e-12)
-
-
-def test_masks_keyed_by_index_in_the_microbatch_are_caught(monkeypatch):
-    """Comparing one layout with one device hides this mistake, because one device makes it too."""
-    monkeypatch.setattr(
-        trainer_module, "DropoutKeys", lambda seed, step, samples: DropoutKeys(seed, step, range(len(samples)))
-    )
-    first, *others = losses_of_layouts()
-    for other in others:
-        assert np.abs(np.array(other) - first).max() > 1e-6
 
 
 @pytest.mark.parametrize(("size", "flags"), [(1, ""), (1, "--microbatches 3"), (2, "--microbatches 3"), (3, "")])
@@ -332,11 +263,3 @@ def test_a_run_draws_one_mask_per_seed_step_and_global_sample(size, flags, monke
     config = resolve(parse(f"{SHAPE} --global-batch 6 --seed 11 {flags}".split()), size)
     run_local(size, lambda comm: len(list(Trainer(config, DeviceMesh(comm), TOKENS).train())))
     assert sorted(drawn) == [(11, step, sample) for step in range(3) for sample in range(6)]
-
-
-def test_dropout_changes_the_training_and_the_seed_the_masks():
-    runs = [
-        losses(train_on_one_device(resolve(parse(f"{SHAPE} --global-batch 2 {flags}".split()), 1), TOKENS)[1])
-        for flags in ("", "--dropout 0", "--dropout 0.1", "")
-    ]
-    assert runs[0] == runs[3] and len({str(run) for run in runs}) == 3

@@ -1,4 +1,4 @@
-"""Claims about context parallelism: who sees whom, equality with one device, bytes, work, memory, and mistakes."""
+"""Claims about context parallelism: who sees whom, equality with one device, bytes, work and memory."""
 
 from fractions import Fraction
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 from combinations import TEXT, VOCAB
-from training import config_for, trainer_for, verdicts
+from training import Proxy, config_for, trainer_for
 
 from minipar.autograd import Tensor, causal_attention, flop_counter
 from minipar.comm import Communicator, DeviceMesh, run_local
@@ -19,13 +19,9 @@ from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.parallel.token_order import ORDERS, ContextParallel, visible
 from minipar.parallel.ulysses import UlyssesAttention
-from minipar.train.trainer import Trainer
-
-pytestmark = pytest.mark.sampled(3)
 
 B, HEADS, SIZE = 2, 8, 4
 RANDOM = np.random.Generator(np.random.Philox(61))
-RANKS = [2, 3, 4, 8]
 WAYS = [(method, order) for method in METHODS for order in ORDERS]
 
 
@@ -46,18 +42,16 @@ def seen_pairs(order, rank, source, ranks, tokens):
     return [(q, k) for q, k in pairs if k <= q] if source == rank else pairs
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("ranks", [1, *RANKS])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_query_sees_itself_and_all_before_it_once(order, ranks):
     length = 4 * ranks
     pairs = [pair for r in range(ranks) for s in range(ranks) for pair in seen_pairs(order, r, s, ranks, 4)]
     assert sorted(pairs) == [(q, k) for q in range(length) for k in range(q + 1)]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_lock_step_efficiency_is_the_published_fraction(order, ranks):
     """Work / (ranks * the sum over steps of the most that any rank does in it)."""
     n = 4
@@ -77,16 +71,16 @@ def test_the_parts_of_all_ranks_are_the_sequence(order):
 # ---- attention: one device's, and its bytes --------------------------------------------------------------------------
 
 
-def over_ranks(context, method, reduction="ring"):
-    """The function that takes the place of `causal_attention`."""
+def over_ranks(context, method, reduction="ring", dtype=None):
+    """The function that takes the place of `causal_attention`. Blocks and sums travel in `dtype`."""
     if method == "ulysses":
         return UlyssesAttention(causal_attention, context)
     if method == "ring":
-        return partial(block_attention, RingAttention(context))
-    return partial(block_attention, AllGatherAttention(context, reduction))
+        return partial(block_attention, RingAttention(context, dtype, dtype))
+    return partial(block_attention, AllGatherAttention(context, reduction, dtype, dtype))
 
 
-def attention(comm, method, order, kv_heads=HEADS, probability=0.0, reduction="ring", length=48):
+def attention(comm, method, order, kv_heads=HEADS, probability=0.0, reduction="ring", dtype=None, length=48):
     """This rank's (part of one device's result, own; one device's gradient, own; elements sent forward, in all)."""
     random = np.random.Generator(np.random.Philox(62))
     qkv, dy = (random.standard_normal((B, length, heads * SIZE)) for heads in (HEADS + 2 * kv_heads, HEADS))
@@ -96,26 +90,33 @@ def attention(comm, method, order, kv_heads=HEADS, probability=0.0, reduction="r
     y.backward(dy)
     context = ContextParallel(comm, order)
     own = Tensor(context.part(qkv), requires_grad=True)
-    out = over_ranks(context, method, reduction)(own, HEADS, kv_heads, keep, probability)
+    out = over_ranks(context, method, reduction, dtype)(own, HEADS, kv_heads, keep, probability)
     forward = comm.traffic.bytes() // 8
     out.backward(context.part(dy))
     return context.part(y.data), out.data, context.part(whole.grad), own.grad, forward, comm.traffic.bytes() // 8
 
 
-@pytest.mark.parametrize(("method", "order"), WAYS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("method", "order"), [way for way in WAYS if way[0] != "ulysses"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_attention_over_ranks_is_one_devices(method, order, ranks):
-    if method == "ulysses" and HEADS % ranks:
-        return
     for y, out, dqkv, gradient, *_ in run_local(ranks, attention, method, order, HEADS):
         np.testing.assert_allclose(out, y, rtol=0, atol=1e-14)
         np.testing.assert_allclose(gradient, dqkv, rtol=0, atol=1e-13)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("probability", [0.0, 0.3])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("method", ["ring", "all-gather"])
+def test_blocks_and_sums_may_travel_in_fewer_bytes(method):
+    """Up to their rounding it is one device's; each element takes half as many bytes."""
+    whole, rounded = (run_local(3, attention, method, "zigzag", 4, 0.0, "ring", dtype) for dtype in (None, "float32"))
+    for (*_, sent), (y, out, dqkv, gradient, _, halved) in zip(whole, rounded, strict=True):
+        assert 0 < np.abs(out - y).max() < 1e-5 and 0 < np.abs(gradient - dqkv).max() < 1e-5
+        assert 2 * halved == sent
+
+
+@pytest.mark.parametrize(
+    ("ranks", "order", "probability"),
+    [(2, "contiguous", 0.0), (2, "zigzag", 0.3), (4, "contiguous", 0.3), (8, "zigzag", 0.3)],
+)
 def test_ulysses_has_the_bits_of_one_device(order, ranks, probability):
     for y, out, dqkv, gradient, *_ in run_local(ranks, attention, "ulysses", order, HEADS, probability):
         assert np.array_equal(out, y) and np.array_equal(gradient, dqkv)
@@ -131,10 +132,9 @@ def test_the_ring_and_the_gather_add_up_the_same(order):
         np.testing.assert_allclose(da, db, rtol=0, atol=1e-13)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("reduction", ["ring", "ordered"])
-@pytest.mark.parametrize("kv_heads", [8, 4, 2])
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("ranks", "kv_heads", "reduction"), [(2, 8, "ring"), (3, 4, "ordered"), (4, 2, "ring"), (8, 8, "ordered")]
+)
 def test_attention_sends_the_published_elements(ranks, kv_heads, reduction):
     u, h, h_kv, c = B * 48 // ranks, HEADS * SIZE, kv_heads * SIZE, ranks
     expected = {"ring": (2 * (c - 1) * u * h_kv, (6 * c - 4) * u * h_kv)}
@@ -212,12 +212,17 @@ def one_device(method):
     return run_local(1, gradients, method)[0]
 
 
-# Of 48 cases each method, each order and each number of ranks, with and without recompute.
-MODELS = [(ranks, *way, recompute) for ranks in RANKS for way in WAYS for recompute in (False, True)]
-
-
-@pytest.mark.sampled(9)
-@pytest.mark.parametrize(("ranks", "method", "order", "recompute"), MODELS)
+@pytest.mark.parametrize(
+    ("ranks", "method", "order", "recompute"),
+    [
+        (2, "ring", "zigzag", False),
+        (3, "ring", "contiguous", True),
+        (4, "all-gather", "zigzag", True),
+        (2, "all-gather", "contiguous", False),
+        (8, "ulysses", "zigzag", True),
+        (4, "ulysses", "contiguous", False),
+    ],
+)
 def test_a_model_has_one_devices_loss_and_gradients(ranks, method, order, recompute):
     loss, expected = one_device(method)
     for own, found in run_local(ranks, gradients, method, order, recompute):
@@ -258,38 +263,6 @@ def test_tensor_and_context_parallelism_go_on_in_either_order(method):
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
-REFUSED = {
-    "--cp 2 --seq-len 6": "seq-len/(2*cp) = 6/4 is not a whole number",
-    "--cp 4 --seq-len 12 --cp-order contiguous": None,
-    "--cp 4 --seq-len 12": "seq-len/(2*cp) = 12/8 is not a whole number",
-    "--cp 4 --seq-len 14 --cp-order contiguous": "seq-len/cp = 14/4 is not a whole number",
-    "--cp 2 --tp 4 --seq-len 12 --sequence-parallel": "tokens/tp = 6/4 is not a whole number",
-    "--cp 3 --seq-len 12 --context-parallel ulysses": "heads/cp = 8/3 is not a whole number: "
-    "ulysses cuts each tp rank's heads",
-    "--cp 4 --tp 4 --seq-len 32 --context-parallel ulysses": "heads/cp = 2/4 is not a whole number",
-    "--context-parallel ring": "--context-parallel and --cp-order are about context parallelism; give --cp 2 or more",
-    "--cp-order zigzag": "--context-parallel and --cp-order are about context parallelism; give --cp 2 or more",
-    "--cp 0": "--cp 0 is outside [1, inf)",
-    "--cp 2 --dropout 0.1": "--dropout 0.1 needs all of attention's probabilities, which --context-parallel ring never "
-    "has: give --context-parallel ulysses or --dropout 0",
-    "--cp 2 --dropout 0.1 --context-parallel all-gather": "which --context-parallel all-gather never has",
-    "--attention blockwise --dropout 0.1": "which --attention blockwise never has: give --attention full or --dropout",
-    "--cp 2 --dropout 0.1 --context-parallel ulysses --seq-len 12": None,
-    "--cp 2 --context-parallel rings": "invalid choice: 'rings' (choose from 'ring', 'all-gather', 'ulysses')",
-}
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_does_not_fit_is_refused_with_the_arithmetic(flags):
-    line = f"--layers 2 --hidden 32 --heads 8 {flags}"
-    if REFUSED[flags] is None:
-        config_for(line)
-        return
-    with pytest.raises(UsageError) as caught:
-        config_for(line)
-    assert REFUSED[flags] in str(caught.value)
-
 
 def test_the_library_refuses_too():
     def rank(comm):
@@ -301,10 +274,10 @@ def test_the_library_refuses_too():
             lambda: context_parallel(model, comm, "rings"),
             lambda: ContextParallel(comm, order="striped"),
         ):
-            with pytest.raises(UsageError, match=r"6/4|3/2|'rings': expected ring, all|'striped': expected zigzag"):
+            with pytest.raises(UsageError, match="6/4|3/2|rings|striped"):
                 call()
         context_parallel(model, comm)
-        with pytest.raises(ValueError, match=r"2 ranks \* 48 tokens, but the model has 48 positions"):
+        with pytest.raises(ValueError, match="48"):
             model(X)  # every rank has the whole sequence
 
     run_local(2, rank)
@@ -313,20 +286,16 @@ def test_the_library_refuses_too():
 @pytest.mark.parametrize("method", ["ring", "all-gather"])
 def test_dropout_where_no_rank_has_a_heads_mask_is_refused(method):
     def rank(comm):
-        model = GPT(GPTConfig(VOCAB, 48, 24, 1, 8), dropout=0.2)
-        context = ContextParallel(comm)
+        with pytest.raises(UsageError, match=r"0\.2"):
+            context_parallel(GPT(GPTConfig(VOCAB, 48, 24, 1, 8), dropout=0.2), comm, method)
         qkv, keep = Tensor(np.zeros((1, 8, 3 * HEADS))), np.ones((1, HEADS, 16, 16), bool)
-        for call in (
-            lambda: context_parallel(model, comm, method),
-            lambda: over_ranks(context, method)(qkv, HEADS, HEADS, keep, 0.2),
-        ):
-            with pytest.raises(UsageError, match=r"dropout = 0.2 .* never has: give method='ulysses' or dropout=0"):
-                call()
+        with pytest.raises(UsageError, match=r"0\.2"):
+            over_ranks(ContextParallel(comm), method)(qkv, HEADS, HEADS, keep, 0.2)
 
     run_local(2, rank)
 
 
-# ---- training: memory and mistakes -----------------------------------------------------------------------------------
+# ---- memory and messages ---------------------------------------------------------------------------------------------
 
 SHAPE = f"--layers 2 --hidden 24 --heads 8 --seq-len 48 --vocab-size {VOCAB} --dtype float64 --eps 1e-5 --steps 2"
 
@@ -351,84 +320,45 @@ def test_activations_are_divided_by_cp(method):
     assert all(own == pytest.approx(one / 4, rel=0.1) for own in ranks)
 
 
-class LossTimesCp(Trainer):
-    """Each rank divides by the count of its own targets (Megatron-LM issue 906)."""
+class Waited(Proxy):
+    """A message that notes that it was waited for."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        all_targets = self.batches.target_count
-        self.batches.target_count = lambda step: all_targets(step) // self.mesh.cp.size
+    def __init__(self, work, ended):
+        super().__init__(work)
+        self.ended = ended
 
-
-def from_the_right(ring, pair):
-    """Exchange two arrays around the ring: each rank gets those of its right neighbour."""
-    own = np.ascontiguousarray(pair)
-    sent = ring.comm.isend(own, ring.left, 7)
-    theirs = ring.comm.irecv(np.empty_like(own), ring.right, 7).wait()
-    sent.wait()
-    return theirs
+    def wait(self):
+        self.ended.append(self.comm)
+        return self.comm.wait()
 
 
-class OneHopShortRing(RingAttention):
-    def backward(self, *arrays):
-        dq, *gradients = super().backward(*arrays)
-        return dq, *from_the_right(self, gradients)
+class Noting(Proxy):
+    """A communicator that notes its messages, and which are waited for."""
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.begun, self.ended = [], []
+
+    def begin(self, work):
+        self.begun.append(work)
+        return Waited(work, self.ended)
+
+    def isend(self, x, to, tag):
+        return self.begin(self.comm.isend(x, to, tag))
+
+    def irecv(self, x, source, tag):
+        return self.begin(self.comm.irecv(x, source, tag))
 
 
-class StaleRing(RingAttention):
-    def backward(self, dout, q, k, v, *results):
-        return super().backward(dout, q, *from_the_right(self, [k, v]), *results)
+def test_every_message_of_the_ring_is_waited_for():
+    """Blocks make c - 1 hops in forward and in backward, their gradients make c hops; a hop is a send and a receive."""
 
+    def rank(comm):
+        over = Noting(comm)
+        y = over_ranks(ContextParallel(over), "ring")(Tensor(np.ones((1, 4, 6)), requires_grad=True), 1)
+        forward = len(over.begun)
+        y.backward(np.ones(y.shape))
+        assert set(map(id, over.begun)) == set(map(id, over.ended))
+        return forward, len(over.begun) - forward
 
-class OtherRing(Trainer):
-    """Attention is another ring's."""
-
-    ring = RingAttention
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        for _, module in self.model.named_modules():
-            if hasattr(module, "kv_heads"):
-                module.attention = partial(block_attention, self.ring(self.context))
-
-
-class OneHopShort(OtherRing):
-    """Gradients of keys and values stop at the left neighbour of their owner (TransformerEngine issue 2484)."""
-
-    ring = OneHopShortRing
-
-
-class StaleInBackward(OtherRing):
-    """Backward multiplies with the keys and values that forward ended with (NeMo Automodel pull request 3157)."""
-
-    ring = StaleRing
-
-
-class PositionsFromZero(Trainer):
-    """Each rank counts the positions of its tokens from 0."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.model.positions = np.arange
-
-
-class OnlyOverDp(Trainer):
-    """The printed loss is that of the first rank of cp."""
-
-    def _forward_backward(self, step):
-        right, self.mesh.dp_cp = self.mesh.dp_cp, self.mesh.dp
-        try:
-            return super()._forward_backward(step)
-        finally:
-            self.mesh.dp_cp = right
-
-
-MISTAKES = [LossTimesCp, OneHopShort, StaleInBackward, PositionsFromZero, OnlyOverDp]
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("kind", [Trainer, OtherRing, *MISTAKES], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("order", ORDERS)
-def test_mistakes_that_others_shipped_are_caught(kind, order):
-    config = config_for(f"{SHAPE} --dp 2 --cp 4 --global-batch 4 --cp-order {order}")
-    assert all(verdict.passed == (kind in (Trainer, OtherRing)) for verdict in verdicts(config, TEXT, kind))
+    assert run_local(3, rank) == [(2 * 2, 2 * (2 + 3))] * 3

@@ -1,5 +1,5 @@
-"""Claims about every wrapper, ZeRO stage 0 (plain data parallelism) to 3: the obvious script is correct, for a GPT and
-for a user's own module, and each wrong script raises an error that names the remedy.
+"""Claims about every wrapper, ZeRO stage 0 (plain data parallelism) to 3: the obvious script trains one device's bits,
+for a GPT and for a user's own module. (Wrong scripts are refused: tests/messages.)
 """
 
 from contextlib import nullcontext
@@ -11,9 +11,7 @@ from training import MLP, bits, gradient_of, gradient_on_one_device, small_gpt, 
 import minipar.nn as nn
 from minipar.comm import run_local
 from minipar.nn import SGD, AdamW, Parameter
-from minipar.parallel.parallelize import fully_shard, shard
-
-pytestmark = pytest.mark.sampled(3)
+from minipar.parallel.parallelize import shard
 
 STAGES = [0, 1, 2, 3]
 STEPS = 3
@@ -89,10 +87,8 @@ def obvious_script(comm, name, stage, algorithm="ordered", zero_grad=lambda ddp,
     return losses, bits(ddp.state_dict())
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "size"), [("GPT", 1), ("GPT", 3), ("MLP", 2), ("3 elements", 5)])
 def test_the_obvious_script_trains_one_devices_bits(name, size, stage):
     """The ranks hold unequal numbers of targets, one of them none; 5 ranks hold fewer elements than ranks."""
     losses, state = one_device(name, size)
@@ -101,9 +97,7 @@ def test_the_obvious_script_trains_one_devices_bits(name, size, stage):
     assert [outcome[1] for outcome in outcomes] == [state] + [{}] * (size - 1)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "size"), [("GPT", 3), ("MLP", 2), ("3 elements", 5)])
 def test_in_a_ring_all_stages_train_the_same_bits(name, size):
     runs = [run_local(size, obvious_script, name, stage, "ring")[0] for stage in STAGES]
     assert all(run == runs[0] for run in runs)
@@ -111,25 +105,16 @@ def test_in_a_ring_all_stages_train_the_same_bits(name, size):
     np.testing.assert_allclose(runs[0][0], losses, rtol=1e-12)
 
 
-def test_a_mean_of_the_ranks_means_is_seen_to_be_another_one():
-    def rank(comm):
-        return MLP().loss(*points_of(1)(0, comm.rank)).item()
-
-    assert abs(np.mean(run_local(3, rank)) - one_device("MLP", 3)[0][0]) > 1e-3
-
-
 ZERO_GRADS = {"model": lambda ddp, optimizer: ddp.model.zero_grad(), "wrapper": lambda ddp, optimizer: ddp.zero_grad()}
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("of", ZERO_GRADS)
-@pytest.mark.parametrize("name", ["GPT", "MLP"])
-def test_zero_grad_of_model_wrapper_and_optimizer_are_alike(name, of, stage):
-    expected = run_local(2, obvious_script, name, stage)
-    assert run_local(2, obvious_script, name, stage, "ordered", ZERO_GRADS[of]) == expected
+def test_zero_grad_of_model_wrapper_and_optimizer_are_alike(of, stage):
+    expected = run_local(2, obvious_script, "GPT", stage)
+    assert run_local(2, obvious_script, "GPT", stage, "ordered", ZERO_GRADS[of]) == expected
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["GPT", "MLP"])
 def test_microbatches_accumulate_under_no_sync(name, stage):
@@ -163,7 +148,6 @@ def test_microbatches_accumulate_under_no_sync(name, stage):
             np.testing.assert_allclose(gradient[parameter_name], array, rtol=1e-10, atol=1e-15)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["GPT", "MLP"])
 def test_two_losses_in_one_pass_are_summed_over_the_ranks_once(name, stage):
@@ -197,11 +181,6 @@ def test_synchronized_passes_add_up_where_gradients_are_sharded(stage):
     assert all(np.array_equal(twice[name], 2 * once[name]) for name in once)
 
 
-def test_fully_shard_is_stage_3():
-    assert run_local(1, lambda comm: type(fully_shard(MLP(), comm)) is type(shard(MLP(), comm, 3))) == [True]
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_any_optimizer_of_the_library_trains_the_same_bits(stage):
     def rank(comm, stage):
@@ -217,7 +196,6 @@ def test_any_optimizer_of_the_library_trains_the_same_bits(stage):
     assert run_local(3, rank, stage) == run_local(3, rank, 0)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forward_alone_gives_every_rank_the_models_output(stage):
     x = np.ones((2, 3))
@@ -228,65 +206,7 @@ def test_a_forward_alone_gives_every_rank_the_models_output(stage):
     assert all(np.array_equal(y, MLP()(x).data) for y in run_local(2, rank))
 
 
-# ---- wrong scripts ---------------------------------------------------------------------------------------------------
-
-
-def refused(stage, script, error, remedy, size=2):
-    """Every rank runs `script(ddp, x, y)` and gets this error, with the remedy in its message."""
-
-    def rank(comm):
-        ddp = shard(MLP(), comm, stage)
-        with pytest.raises(error, match=remedy):
-            script(ddp, *points_of(1)(0, comm.rank))
-
-    run_local(size, rank)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_models_own_loss_is_refused(stage, size):
-    def script(ddp, x, y):
-        ddp.model.loss(x, y).backward()
-
-    refused(stage, script, RuntimeError, r"Use wrapper.loss\(x, y\) instead of model.loss\(x, y\)", size)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_models_own_loss_is_refused_after_a_failure_too(stage):
-    def script(ddp, x, y):
-        remove = ddp.model.parameters()[-1].register_post_accumulate_grad_hook(lambda leaf: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            ddp.loss(x, y).backward()
-        remove()
-        ddp.loss(x, y)
-        ddp.model.loss(x, y).backward()
-
-    refused(stage, script, RuntimeError, r"Use wrapper.loss\(x, y\) instead of model.loss\(x, y\)")
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_of_the_models_parameters_is_refused(stage):
-    def script(ddp, x, y):
-        AdamW(ddp.model.parameters())
-
-    refused(
-        stage, script, ValueError, r"write AdamW\(wrapper.parameters\(\)\) instead of AdamW\(model.parameters\(\)\)"
-    )
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_made_before_wrapping_is_refused_at_step(stage):
-    def rank(comm):
-        model = MLP()
-        optimizer = AdamW(model.parameters())
-        ddp = shard(model, comm, stage)
-        ddp.loss(*points_of(1)(0, comm.rank)).backward()
-        with pytest.raises(ValueError, match=r"the optimizer holds first.weight, .* write AdamW\(wrapper.parameters"):
-            optimizer.step()
-
-    run_local(2, rank)
+# ---- where a script starts and ends ----------------------------------------------------------------------------------
 
 
 def test_plain_data_parallelism_takes_the_models_parameters():
@@ -302,91 +222,22 @@ def test_plain_data_parallelism_takes_the_models_parameters():
     assert run_local(2, rank, True) == run_local(2, rank, False)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_before_the_gradients_were_summed_is_refused(stage):
-    def script(ddp, x, y):
-        optimizer = AdamW(ddp.parameters())
-        with ddp.no_sync():
-            ddp.loss(x, y).backward()
-        optimizer.step()
-
-    refused(stage, script, RuntimeError, "run the backward pass of the last microbatch outside `no_sync`")
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_scaled_backward_without_synchronize_is_refused(stage):
-    def script(ddp, x, y):
-        loss = ddp.model.loss_sum(x, y)
-        with ddp.scaled_backward():
-            loss.backward()
-        try:
-            AdamW(ddp.parameters()).step()
-        finally:
-            ddp.synchronize()
-
-    refused(stage, script, RuntimeError, "after scaled_backward: call wrapper.synchronize")
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_after_zero_grad_is_refused(stage, summed):
-    """The order backward, zero_grad, step trains nothing."""
-
+def test_a_step_after_zero_grad_is_refused_and_trains_nothing(stage, summed):
     def rank(comm):
         ddp = shard(MLP(), comm, stage)
         optimizer = AdamW(ddp.parameters())
         with nullcontext() if summed else ddp.no_sync():
             ddp.loss(*points_of(1)(0, comm.rank)).backward()
         (ddp if summed else optimizer).zero_grad()
-        with pytest.raises(RuntimeError, match=r"without gradients: .* call loss.backward\(\) before step\(\)"):
+        with pytest.raises(RuntimeError):
             optimizer.step()
         return bits(ddp.state_dict())
 
     assert run_local(2, rank)[0] == bits(MLP().state_dict())
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_second_synchronized_pass_without_zero_grad_is_refused(stage):
-    """Where full gradients hold the sum already, another pass would sum it again."""
-
-    def script(ddp, x, y):
-        ddp.loss(x, y).backward()
-        ddp.loss(x, y).backward()
-
-    refused(stage, script, RuntimeError, r"inside `with wrapper.no_sync\(\):`, and call optimizer.zero_grad\(\)")
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_norm_of_shards_alone_is_refused(stage):
-    def script(ddp, x, y):
-        ddp.loss(x, y).backward()
-        nn.clip_grad_norm(ddp.parameters(), 1.0)
-
-    refused(stage, script, ValueError, "call clip_grad_norm of the wrapper that sharded the model")
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_model_without_loss_sum_is_refused(stage):
-    class Mute(MLP):
-        loss_sum = nn.Module.loss_sum
-
-    def rank(comm):
-        with pytest.raises(TypeError, match=r"Mute does not define loss_sum\(x, y\)"):
-            shard(Mute(), comm, stage).loss(*points_of(1)(0, comm.rank))
-
-    run_local(2, rank)
-
-
-def test_a_stage_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="ZeRO stage 4: expected 0, 1, 2 or 3"):
-        run_local(1, lambda comm: shard(MLP(), comm, 4))
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_that_start_from_different_models_are_refused(stage):
     """PyTorch's DistributedDataParallel copies rank 0's parameters; here every rank draws them alike."""
@@ -398,18 +249,5 @@ def test_ranks_that_start_from_different_models_are_refused(stage):
         return ddp.loss(*points_of(3)(0, comm.rank)).item()
 
     assert len(set(run_local(3, rank, 0.0))) == 1
-    with pytest.raises(ValueError, match="different parameters"):
+    with pytest.raises(ValueError):
         run_local(3, rank, 1e-9)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stage", STAGES)
-def test_clipping_before_the_gradients_are_summed_is_refused(stage):
-    def rank(comm):
-        ddp = shard(MLP(), comm, stage)
-        with ddp.no_sync():
-            ddp.loss(*points_of(1)(0, comm.rank)).backward()
-        ddp.clip_grad_norm(1.0)
-
-    with pytest.raises(RuntimeError, match="outside `no_sync`"):
-        run_local(2, rank)

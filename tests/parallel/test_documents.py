@@ -10,20 +10,15 @@ from minipar.autograd import Tensor, causal_attention, flop_counter, packed
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig, Llama, LlamaConfig
-from minipar.parallel.context import METHODS, AllGatherAttention, RingAttention, block_attention, context_parallel
+from minipar.parallel.context import AllGatherAttention, RingAttention, block_attention, context_parallel
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.token_order import ALL_ORDERS, ContextParallel, deal_documents, visible_in_documents
 from minipar.parallel.ulysses import UlyssesAttention
-
-pytestmark = pytest.mark.sampled(3)
 
 B, HEADS, SIZE = 3, 4, 4
 RANDOM = np.random.Generator(np.random.Philox(81))
 LENGTHS = [[48], [1, 2, 30, 7, 8], [5, 5, 5, 5, 5, 5, 5, 5, 5, 3]]
 IDS = np.array([[place for n in sample for place in range(n)] for sample in LENGTHS])
-RANKS = [2, 3, 4, 8]
-WAYS = [(m, order) for m in METHODS for order in ALL_ORDERS if (m, order) != ("ulysses", "documents")]
-
 
 # ---- who sees whom ---------------------------------------------------------------------------------------------------
 
@@ -35,9 +30,8 @@ def seen_pairs(ids, queries, keys, is_own) -> list[tuple[int, int]]:
     return [(q, k) for q, k in pairs if k <= q] if is_own else pairs
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ALL_ORDERS)
-@pytest.mark.parametrize("ranks", [1, *RANKS])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_query_sees_its_document_up_to_itself_once(order, ranks):
     with packed(IDS):
         positions = run_local(ranks, lambda comm: ContextParallel(comm, order).positions(48))[0]
@@ -120,13 +114,20 @@ def attention(comm, method, order, ids):
     return out.data, own.grad, *expected, sum(counted), comm.traffic.bytes()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("method", "order", "ranks"), [(*way, c) for way in WAYS for c in RANKS if way[0] != "ulysses" or c != 3]
+    ("method", "order", "ranks"),
+    [
+        ("ring", "documents", 3),
+        ("ring", "zigzag", 4),
+        ("ring", "contiguous", 2),
+        ("all-gather", "documents", 8),
+        ("all-gather", "zigzag", 2),
+        ("all-gather", "contiguous", 3),
+        ("ulysses", "zigzag", 4),
+        ("ulysses", "contiguous", 2),
+    ],
 )
 def test_attention_over_ranks_is_one_devices(method, order, ranks):
-    if method == "ulysses" and HEADS % ranks:
-        return
     plain = [count for *_, count in run_local(ranks, attention, method, "contiguous", None)]
     for rank, (out, gradient, y, dqkv, _, count) in enumerate(run_local(ranks, attention, method, order, IDS)):
         np.testing.assert_allclose(out, y, rtol=0, atol=1e-14)
@@ -163,8 +164,16 @@ def gradients(comm, name, method, order="zigzag", recompute=False):
     return loss.item(), {name: p.grad.copy() for name, p in model.named_parameters()}
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("name", "method", "order"), [(name, *way) for name in ("gpt2", "llama") for way in WAYS])
+@pytest.mark.parametrize(
+    ("name", "method", "order"),
+    [
+        ("gpt2", "ring", "documents"),
+        ("llama", "ring", "zigzag"),
+        ("llama", "all-gather", "documents"),
+        ("gpt2", "ulysses", "contiguous"),
+        ("llama", "ulysses", "zigzag"),
+    ],
+)
 def test_a_model_has_one_devices_loss_and_gradients(name, method, order):
     loss, expected = run_local(1, gradients, name, method)[0]
     for own, found in run_local(4, gradients, name, method, order, order != "zigzag"):
@@ -203,17 +212,11 @@ def test_the_order_of_documents_needs_documents():
         context_parallel(model, comm, order="documents")
         calls.append(lambda: model(X[:, :24]))
         for call in calls:
-            with pytest.raises(UsageError, match=r"'documents' of tokens is for work inside `with packed"):
+            with pytest.raises(UsageError, match="documents"):
                 call()
-        with packed(IDS), pytest.raises(UsageError, match=r"ids of shape \(3, 48\) for 2 samples of 48 tokens"):
+        with packed(IDS), pytest.raises(UsageError, match=r"\(3, 48\)"):
             model(context.part(X)[:2])
-
-    run_local(2, rank)
-
-
-def test_ulysses_refuses_the_order_of_documents():
-    def rank(comm):
-        with pytest.raises(UsageError, match="order='documents' with method='ulysses': it has whole samples"):
+        with pytest.raises(UsageError, match="documents"):
             context_parallel(model_of("gpt2"), comm, "ulysses", "documents")
 
     run_local(2, rank)

@@ -1,36 +1,29 @@
-"""Claims about expert parallelism: one device's bits, its bytes, every other axis, checkpoints, memory, mistakes."""
+"""Claims about expert parallelism: one device's bits, its bytes, every other axis, checkpoints, memory, and experts on
+a mesh of their own, edp x ep x etp over the ranks of dp x cp x tp (`--etp` below `--tp`).
+"""
 
-import re
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import pytest
-from combinations import TEXT, VOCAB, differences, run_steps
+from combinations import TEXT, VOCAB, check_config
 from routing import ep_bytes
-from training import Proxy, bits, config_for, on_each_rank, ranks_of, trainer_for, verdicts
+from training import Proxy, bits, config_for, on_each_rank, ranks_of, reports, trainer_for, verdicts
 
 from chapters.support.whole_runs import bound, relative_difference
 from minipar.autograd import Tensor
-from minipar.comm import DeviceMesh, run_local, serial
-from minipar.compare.differences import compare
+from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.nn import SGD, AdamW, Mixtral, MixtralConfig, MoE
+from minipar.nn import SGD, Mixtral, MixtralConfig, MoE
 from minipar.parallel.expert import expert_parallel
-from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import FLOAT64, model_state
 from minipar.parallel.parallelize import shard
-from minipar.parallel.traffic import predicted_traffic
-from minipar.parallel.zero_optimizer import ZeroOptimizer
+from minipar.parallel.placement import placements
 from minipar.train.from_config import step_layout
-from minipar.train.one_device import OneDevice
-from minipar.train.recording import Recorder
 from minipar.train.trainer import Trainer
 
-pytestmark = pytest.mark.sampled(3)
-
 E, H, F = 12, 8, 10  # a layer: experts, hidden, inner size
-RANKS = [1, 2, 3, 4, 6]
 
 
 # ---- a layer: one device's bits, and its bytes -----------------------------------------------------------------------
@@ -71,9 +64,8 @@ def passed(moe, x, indices, weights, dy):
     return y.data, x.grad, weights.grad, [p.grad for expert in moe.experts for p in expert.parameters()]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_the_bits_are_those_of_one_device_in_one_pass(ranks, routing):
     """The one device takes the ranks' tokens one rank after another."""
     whole = passed(layer(), *map(np.concatenate, zip(*(shares(r, routing) for r in range(ranks)), strict=True)))
@@ -101,9 +93,8 @@ class Counted(Proxy):
         return result
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("ranks", RANKS[1:])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_each_all_to_all_sends_the_rows_that_leave(ranks, routing):
     rows = np.zeros((ranks, ranks), int)  # n_rj
     for r in range(ranks):
@@ -121,28 +112,56 @@ def test_each_all_to_all_sends_the_rows_that_leave(ranks, routing):
         assert sent == [8 * E * (ranks - 1) // ranks, there, back, there, back]  # the last two are backward's
 
 
+# ---- the mesh --------------------------------------------------------------------------------------------------------
+
+
+def groups_of(world, **sizes):
+    mesh = DeviceMesh(world, **sizes)
+    return [comm.ranks for comm in (mesh.etp, mesh.ep, mesh.edp, mesh.ep_edp)]
+
+
+def test_ranks_of_ep_are_neighbours_and_replicas_lie_apart():
+    """Without etp, experts are cut over the ranks of tp, as all else."""
+    for rank, (etp, ep, edp, _) in enumerate(run_local(12, groups_of, dp=2, cp=3, tp=2, ep=3)):
+        place = rank // 2  # in dp x cp
+        assert etp == [rank - rank % 2, rank - rank % 2 + 1]
+        assert ep == [2 * r + rank % 2 for r in range(place - place % 3, place - place % 3 + 3)]
+        assert edp == [2 * r + rank % 2 for r in (place % 3, place % 3 + 3)]
+
+
+def test_etp_is_fastest_then_ep_then_edp():
+    for rank, (etp, ep, edp, both) in enumerate(run_local(16, groups_of, dp=2, cp=2, tp=4, ep=4, etp=2)):
+        edp_rank, rest = divmod(rank, 8)
+        ep_rank, etp_rank = divmod(rest, 2)
+        assert etp == [8 * edp_rank + 2 * ep_rank + e for e in range(2)]
+        assert ep == [8 * edp_rank + 2 * p + etp_rank for p in range(4)]
+        assert edp == [8 * q + 2 * ep_rank + etp_rank for q in range(2)]
+        assert both == list(range(etp_rank, 16, 2))
+
+
 # ---- training: with every other axis ---------------------------------------------------------------------------------
 
 SHAPE = f"--model mixtral --layers 3 --hidden 16 --heads 4 --kv-heads 2 --ffn 12 --seq-len 8 --vocab-size {VOCAB}"
-RUN = "--experts 6 --top-k 2 --dtype float64 --eps 1e-5 --steps 2 --reduction ordered --weight-decay 0.3"
+RUN = "--experts 12 --top-k 2 --dtype float64 --eps 1e-4 --steps 2 --reduction ordered --weight-decay 0.3"
+APART = "--sequence-parallel --etp"
 LAYOUTS = [
-    "--dp 2 --ep 2 --global-batch 4",
     "--dp 3 --ep 3 --global-batch 6 --clip-grad 0.5",
     "--dp 4 --ep 2 --global-batch 4 --zero-stage 1 --clip-grad 0.5 --reduction ring",
-    "--dp 4 --ep 2 --global-batch 8 --zero-stage 2 --microbatches 2",
     "--dp 4 --ep 2 --global-batch 8 --zero-stage 3 --microbatches 2 --clip-grad 0.5 --sync-every-microbatch",
-    "--dp 6 --ep 3 --global-batch 6 --zero-stage 3 --clip-grad 0.5",
     "--dp 2 --tp 2 --ep 2 --global-batch 4 --clip-grad 0.5",
-    "--dp 2 --tp 2 --ep 2 --global-batch 4 --sequence-parallel --zero-stage 3",
-    "--dp 2 --pp 2 --ep 2 --global-batch 8 --microbatches 2 --clip-grad 0.5",
     "--dp 2 --pp 2 --ep 2 --global-batch 8 --microbatches 4 --schedule zb-h1 --zero-stage 2 --recompute full",
     "--dp 2 --pp 3 --ep 2 --global-batch 8 --microbatches 4 --zero-stage 3 --recompute full --clip-grad 0.5",
-    "--dp 2 --pp 2 --ep 2 --global-batch 4 --microbatches 2 --schedule interleaved-1f1b --layers 4 --zero-stage 1",
-    "--cp 2 --ep 2 --global-batch 4 --zero-stage 3",
-    "--dp 2 --cp 2 --ep 4 --experts 8 --global-batch 4 --context-parallel ulysses --recompute full",
+    "--dp 2 --cp 2 --ep 4 --global-batch 4 --context-parallel ulysses --recompute full",
     "--dp 2 --cp 2 --ep 2 --tp 2 --global-batch 4 --zero-stage 1 --sequence-parallel --clip-grad 0.5",
     "--dp 3 --ep 3 --experts 30 --top-k 1 --global-batch 6 --microbatches 2",  # most experts have no tokens
-    "--dp 2 --ep 2 --top-k 6 --global-batch 4 --zero-stage 2",  # k = E
+    "--dp 2 --ep 2 --top-k 12 --global-batch 4 --zero-stage 2",  # k = E
+    f"--dp 2 --tp 2 {APART} 1 --ep 2 --global-batch 4 --clip-grad 0.5",
+    f"--tp 2 {APART} 1 --global-batch 4 --clip-grad 0.5",  # ep 1: all experts on each rank, summed over tp
+    f"--dp 2 --tp 2 {APART} 1 --ep 4 --global-batch 4 --zero-stage 1 --reduction ring --ffn 13",
+    f"--tp 4 {APART} 2 --ep 2 --global-batch 4 --clip-grad 0.5 --zero-stage 3 --recompute full",
+    f"--tp 4 {APART} 2 --global-batch 4 --aux-loss 0.5 --router-bias 0.01 --recompute full",
+    f"--tp 2 --pp 2 {APART} 1 --ep 2 --global-batch 4 --microbatches 2 --recompute full --clip-grad 0.5",
+    f"--cp 2 --tp 2 {APART} 1 --ep 4 --global-batch 4 --zero-stage 1 --clip-grad 0.5",
 ]
 
 
@@ -150,40 +169,26 @@ def config_of(layout):
     return config_for(f"{SHAPE} {RUN} {layout}")
 
 
-@cache
-def on_one_device(config):
-    return run_steps(OneDevice(config, TEXT))[:2]
-
-
-def trained(layout, kind=Trainer):
-    """Each rank's (parameters after each step, what each step reported, bytes of each step by axis, trainer)."""
-    config = config_of(layout)
-
-    def program(comm):
-        trainer = trainer_for(config, TEXT, comm, kind)
-        return *run_steps(trainer), trainer
-
-    return config, run_local(ranks_of(config), program)
-
-
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_trains_as_one_device_and_sends_what_is_predicted(layout):
-    config, ranks = trained(layout)
-    assert differences(*ranks[0][:2], on_one_device(config), exact=False) == []
-    for rank, (_, reported, sent, _) in enumerate(ranks):
-        assert reported == ranks[0][1]
-        assert sent == [predicted_traffic(step_layout(config), rank)] * len(sent)
+    config = config_of(layout)
+    assert run_local(ranks_of(config), check_config, config) == [[]] * ranks_of(config)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("mesh", ["--dp 4 --ep 2", "--dp 6 --ep 3", "--dp 6 --ep 2", "--dp 3 --cp 2 --ep 6"])
+def state_and_reports(trainer, results):
+    return bits(trainer.state_dict()), reports(results)
+
+
+@pytest.mark.parametrize("mesh", ["--dp 4 --ep 2", "--dp 3 --cp 2 --ep 6", f"--dp 2 --tp 2 {APART} 1 --ep 2"])
 def test_every_zero_stage_has_the_bits_of_plain_dp(mesh):
     layout = f"{mesh} --global-batch 12 --clip-grad 0.3 --reduction ring --zero-stage"
-    runs = [trained(f"{layout} {stage}")[1][0] for stage in range(4)]
-    for states, reported, *_ in runs[1:]:
-        assert reported == runs[0][1]
-        assert [bits(state) for state in states] == [bits(state) for state in runs[0][0]]
+    runs = [on_each_rank(config_of(f"{layout} {stage}"), TEXT, state_and_reports)[0] for stage in range(4)]
+    assert runs[1:] == [runs[0]] * 3
+
+
+def test_etp_equal_to_tp_is_the_default():
+    one, other = (config_of(f"--tp 2 --global-batch 2 {etp}") for etp in ("", "--etp 2"))
+    assert on_each_rank(one, TEXT, state_and_reports) == on_each_rank(other, TEXT, state_and_reports)
 
 
 class Routed(Trainer):
@@ -201,13 +206,10 @@ class Routed(Trainer):
         return run(xs, counts)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
     [
         "--dp 3 --ep 3 --global-batch 6 --microbatches 2 --clip-grad 0.5",
-        "--dp 2 --cp 2 --ep 2 --global-batch 4 --zero-stage 3",
-        "--dp 2 --tp 2 --pp 3 --ep 2 --global-batch 4 --microbatches 2 --sequence-parallel",
         "--dp 4 --ep 2 --global-batch 4 --recompute full --zero-stage 2",
         "--dp 2 --tp 4 --etp 2 --ep 2 --global-batch 4 --sequence-parallel --clip-grad 0.5",
     ],
@@ -220,9 +222,9 @@ def test_a_steps_bytes_over_ep_are_those_of_its_routing(layout):
         trainer.step(0)
         sent, ep = comm.traffic.bytes(axis="ep"), trainer.mesh.ep
         counts = trainer.counts[:3] if config.run.recompute == "full" else trainer.counts
-        rows = [[int(n) for n in each.reshape(ep.size, -1).sum(axis=1)] for each in counts]
-        everyone = [eval(text) for text in ep.all_gather_bytes(repr(rows).encode())]  # by rank, then by layer
-        return sent, ep_bytes(step_layout(config), ep.rank, list(zip(*everyone, strict=True)))
+        own = np.array([each.reshape(ep.size, -1).sum(axis=1) for each in counts])  # (layers, ranks of ep)
+        everyone = ep.all_gather(own, algorithm="pairwise").reshape(ep.size, *own.shape)
+        return sent, ep_bytes(step_layout(config), ep.rank, everyone.swapaxes(0, 1).tolist())
 
     for sent, expected in run_local(ranks_of(config), program):
         assert sent == expected > 0
@@ -231,15 +233,14 @@ def test_a_steps_bytes_over_ep_are_those_of_its_routing(layout):
 def test_uniform_routing_sends_the_published_bytes():
     """4 k N h (P-1)/P elements per layer: dispatch and combine, forward and backward."""
     layout = step_layout(config_of("--dp 2 --ep 2 --global-batch 2 --zero-stage 1"))
-    n, k, h, counts = layout.tokens, 2, 16, 6 // 2 * 8
+    n, k, h, counts = layout.tokens, 2, 16, 12 // 2 * 8
     assert ep_bytes(layout, 1, [[[n * k // 2] * 2] * 2]) == 8 * 4 * k * n * h // 2 + counts
 
 
-# ---- what a rank holds -----------------------------------------------------------------------------------------------
+# ---- what a rank holds, and checkpoints ------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_holds_all_but_experts_and_its_share_of_them(stage):
     config = config_of(f"--dp 4 --ep 2 --global-batch 4 --zero-stage {stage}")
 
@@ -253,63 +254,64 @@ def test_a_rank_holds_all_but_experts_and_its_share_of_them(stage):
 
     layout = step_layout(config)
     for rank, (trainer, held) in enumerate(run_local(4, program)):
-        placements = layout.placements(dp=rank)
-        assert {p.placement for bucket in trainer.ddp.buckets for p in bucket.parameters} == set(placements)
-        psi, own = sum(p.dp.size for p in placements), sum(len(p.dp.own) for p in placements)
+        placed = layout.placements(dp=rank)
+        psi, own = sum(p.dp.size for p in placed), sum(len(p.dp.own) for p in placed)
         expected = model_state(psi, own, stage, FLOAT64)
         assert list(held.values()) == [expected.parameters, expected.gradients, expected.optimizer]
-        model = config_of("--dp 1").model
-        experts = 3 * model.layers * model.experts * model.hidden * model.ffn
+        experts = 3 * 3 * 12 * 16 * 12  # three matrices of each expert
         assert psi == trainer.size - experts + experts // 2
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+def test_the_table_shows_a_ranks_experts_and_their_columns():
+    config = config_of("--dp 2 --tp 4 --etp 2 --ep 4 --global-batch 4 --zero-stage 1 --sequence-parallel")
+    for rank, table in enumerate(run_local(8, lambda comm: placements(trainer_for(config, TEXT, comm).model))):
+        held = [p for p in table if ".experts." in p.name]
+        ep = rank // 2 % 4
+        assert {int(p.name.split(".experts.")[1].split(".")[0]) for p in held} == {3 * ep, 3 * ep + 1, 3 * ep + 2}
+        assert {p.local_shape for p in held} == {(6, 16), (16, 6)}
+        assert {(str(p.tp), p.tp.rank, p.ep) for p in held} == {(f"Shard({dim})", rank % 2, ep) for dim in (0, 1)}
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("--dp 2 --ep 2", "--dp 4 --ep 1 --zero-stage 1"),
         ("--dp 4 --ep 2 --zero-stage 3", "--dp 3 --ep 3"),
-        ("--dp 2", "--dp 2 --tp 2 --ep 2 --zero-stage 2"),
-        ("--dp 2 --tp 2 --ep 2", "--dp 6 --ep 6"),
-        ("--dp 2 --pp 3 --ep 2", "--cp 2 --ep 2"),
+        ("--dp 2 --pp 3 --ep 2", f"--tp 2 {APART} 1 --ep 2 --zero-stage 3"),
+        (f"--tp 4 {APART} 2", ""),
     ],
 )
-def test_a_checkpoint_moves_between_sizes_of_ep(tmp_path, before, after):
-    common = f"{SHAPE} {RUN} --steps 4 --clip-grad 0.5 --global-batch 12"
-    state = on_each_rank(config_for(f"{common} {before}"), TEXT, lambda trainer, results: trainer.state_dict())[0]
-    half = config_for(f"{common} {before} --steps 2")
+def test_a_checkpoint_moves_between_meshes_of_experts(tmp_path, before, after):
+    common = "--steps 4 --clip-grad 0.5 --global-batch 12"
+    whole = on_each_rank(config_of(f"{common} {before}"), TEXT, lambda trainer, results: trainer.state_dict())[0]
+    half = config_of(f"{common} {before} --steps 2")
     on_each_rank(half, TEXT, lambda trainer, results: trainer.save(tmp_path, 2))
-    rest = config_for(f"{common} {after} --resume {tmp_path}")
+    rest = config_of(f"{common} {after} --resume {tmp_path}")
     resumed = on_each_rank(rest, TEXT, lambda trainer, results: trainer.state_dict())[0]
-    assert list(resumed) == list(state)
-    for name, array in state.items():
+    assert list(resumed) == list(whole)
+    for name, array in whole.items():
         assert relative_difference(resumed[name], array) <= bound("float64", 4)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- scripts, and what is refused ------------------------------------------------------------------------------------
 
 REFUSED = {
-    "--dp 3 --ep 2 --global-batch 3": r"dp*cp*tp/(ep*etp) = 3*1*1/(2*1) is not a whole number: edp*ep*etp are",
-    "--dp 2 --cp 2 --ep 3 --global-batch 2": r"dp*cp*tp/(ep*etp) = 2*2*1/(3*1) is not a whole number",
-    "--dp 4 --ep 4 --global-batch 4": r"experts/ep = 6/4 is not a whole number: each rank holds whole experts",
-    "--dp 4 --ep 2 --zero-stage 1 --zero-replicas 2 --global-batch 4": "shards of experts have no replicas",
-    "--dp 2 --ep 0 --global-batch 2": r"--ep 0 is outside [1, inf)",
+    "--dp 2 --cp 2 --ep 3 --global-batch 2": "2*2*1/(3*1)",
+    "--dp 8 --ep 8 --global-batch 8": "12/8",
+    "--dp 4 --ep 2 --zero-stage 1 --zero-replicas 2 --global-batch 4": "zero-replicas 2",
+    "--tp 2 --etp 1 --global-batch 4": "--sequence-parallel",
+    "--tp 4 --global-batch 4 --sequence-parallel --etp 3": "4/3",
+    "--tp 4 --global-batch 4 --sequence-parallel --etp 2 --ffn 15": "15/2",
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", REFUSED)
-def test_sizes_that_do_not_fit_are_refused(layout):
-    with pytest.raises(UsageError, match=re.escape(REFUSED[layout])):
-        run_local(ranks_of(config := config_of(layout)), lambda comm: trainer_for(config, TEXT, comm))
+def test_sizes_that_do_not_fit_are_refused_on_each_rank(layout):
+    def program(comm):
+        with pytest.raises(UsageError) as caught:
+            trainer_for(config_of(layout), TEXT, comm)
+        return REFUSED[layout] in str(caught.value)
 
-
-def test_other_models_have_no_experts_to_share():
-    with pytest.raises(UsageError, match="--ep 2 is for --model mixtral"):
-        config_for("--dp 2 --ep 2 --global-batch 2")
+    assert set(run_local(int(layout.split()[1]) * (2 if "--cp 2" in layout else 1), program)) == {True}
 
 
 def model_on(mesh):
@@ -319,19 +321,6 @@ def model_on(mesh):
     return model, expert_parallel(model, mesh.ep, mesh.edp)
 
 
-def test_experts_need_a_wrapper_that_sums_their_gradients():
-    def program(world):
-        mesh = DeviceMesh(world, ep=2)
-        model, _ = model_on(mesh)
-        AdamW(model.parameters())
-
-    with pytest.raises(ValueError, match=r"nobody sums over their ranks; wrap the model first.*groups="):
-        run_local(2, program)
-    with pytest.raises(ValueError, match=r"use mp.shard\(model, comm, 1, groups="):
-        run_local(2, lambda world: ZeroOptimizer(model_on(DeviceMesh(world, ep=2))[0].parameters(), AdamW, world))
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_script_of_ones_own_clips_and_saves_as_one_device(stage):
     tokens = TEXT.ids[: 4 * 9].astype(np.int64).reshape(4, 9)
@@ -364,115 +353,21 @@ def test_ranks_that_hold_the_same_experts_must_start_alike(stage):
         return wrapper.loss(tokens[:, :-1], tokens[:, 1:]).item()
 
     assert len(set(run_local(4, program, 0))) == 1
-    with pytest.raises(ValueError, match="the ranks hold different parameters"):
+    with pytest.raises(ValueError):
         run_local(4, program, 1)
-
-
-# ---- mistakes that others shipped ------------------------------------------------------------------------------------
 
 
 class ExpertGradientsTimesP(Trainer):
     """PyTorch issue 160285: summed over the ranks of dp, though the tokens of ep are in them already."""
 
-    def multiply(self):
+    def _clip_grad_norm(self, max_norm):
         for p in self.ddp.parameters():
             if p.placement.ep is not None:
                 p.grad *= self.mesh.ep.size
-
-    def _clip_grad_norm(self, max_norm):
-        self.multiply()
         return super()._clip_grad_norm(max_norm)
 
 
-class NormWithoutExperts(Trainer):
-    """Megatron-LM pull request 5916: the norm is that of all else."""
-
-    def _clip_grad_norm(self, max_norm):
-        dense = [p for p in self.ddp.parameters() if p.placement.ep is None]
-        return clip_grad_norm(dense, max_norm, self.mesh.dp_cp)
-
-
-class NormOfOwnExperts(Trainer):
-    """Each rank adds its own experts to the norm of all else."""
-
-    def _clip_grad_norm(self, max_norm):
-        return clip_grad_norm(self.ddp.parameters(), max_norm, serial())
-
-
-class RouterNotSummed(Trainer):
-    """torchtitan issue 2387: each tp rank has a part of the router's gradient."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        summed = self.ddp.before_reduce
-        routers = {p for name, p in self.model.named_parameters() if "gate" in name}
-        self.ddp.before_reduce = lambda parameters: summed([p for p in parameters if p not in routers])
-
-
-class IdleExpertsDoNotDecay(Trainer):
-    """An expert without tokens keeps no gradient, and AdamW passes over it."""
-
-    def _clip_grad_norm(self, max_norm):
-        for p in self.ddp.parameters():
-            p.decays = p.ndim >= 2 and bool(p.grad.any())
-        return super()._clip_grad_norm(max_norm)
-
-
-MISTAKES = {
-    ExpertGradientsTimesP: ("--dp 2 --ep 2 --global-batch 4", "gradient norm"),
-    NormWithoutExperts: ("--dp 2 --ep 2 --global-batch 4", "gradient norm"),
-    NormOfOwnExperts: ("--dp 2 --ep 2 --global-batch 4", "gradient norm"),
-    RouterNotSummed: ("--dp 2 --tp 2 --ep 2 --global-batch 4", "block_sparse_moe.gate.weight by"),
-    IdleExpertsDoNotDecay: ("--dp 2 --ep 2 --experts 40 --top-k 1 --global-batch 2", r"experts.\d+.w\d.weight by"),
-}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_mistakes_that_others_shipped_are_found(mistake):
-    layout, found = MISTAKES[mistake]
-    config, ranks = trained(layout, mistake)
-    wrong = differences(*ranks[0][:2], on_one_device(config), exact=False)
-    assert any(re.search(found, line) for line in wrong), wrong
-    config, ranks = trained(layout)
-    assert differences(*ranks[0][:2], on_one_device(config), exact=False) == []
-
-
-def test_compare_names_expert_gradients_times_p(tmp_path):
+@pytest.mark.parametrize("kind", [Trainer, ExpertGradientsTimesP])
+def test_verify_compares_with_one_device(kind):
     config = config_of("--dp 2 --ep 2 --global-batch 4")
-
-    class Mistaken(Trainer):
-        def _forward_backward(self, step):
-            loss = super()._forward_backward(step)
-            ExpertGradientsTimesP.multiply(self)
-            return loss
-
-    for kind in (Trainer, Mistaken):
-
-        def program(comm, kind=kind):
-            trainer = trainer_for(config, TEXT, comm, kind)
-            Recorder(trainer, str(tmp_path / kind.__name__))
-            trainer.step(0)
-
-        run_local(2, program)
-    first = compare(tmp_path / "Trainer", tmp_path / "Mistaken").differences[0]
-    assert (first.quantity, first.group, first.ratio) == ("gradient", "the experts", pytest.approx(2))
-    assert any("summed over ep" in cause for cause in first.causes)
-
-
-def test_verify_compares_with_one_device():
-    config = config_of("--dp 2 --ep 2 --global-batch 4")
-    assert {verdict.passed for verdict in verdicts(config, TEXT)} == {True}
-    assert {verdict.passed for verdict in verdicts(config, TEXT, ExpertGradientsTimesP)} == {False}
-
-
-def test_ranks_are_neighbours_and_replicas_lie_p_apart():
-    def program(world):
-        mesh = DeviceMesh(world, dp=2, cp=3, tp=2, ep=3)
-        return mesh.ep.ranks, mesh.edp.ranks, mesh.ep.axis, mesh.edp.axis
-
-    for rank, (ep, edp, *axes) in enumerate(run_local(12, program)):
-        place = rank // 2  # in dp x cp
-        assert ep == [2 * r + rank % 2 for r in range(place - place % 3, place - place % 3 + 3)]
-        assert edp == [2 * r + rank % 2 for r in (place % 3, place % 3 + 3)]
-        assert axes == ["ep", "dp"]
+    assert {verdict.passed for verdict in verdicts(config, TEXT, kind)} == {kind is Trainer}

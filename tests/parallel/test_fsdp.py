@@ -5,17 +5,15 @@ import weakref
 
 import numpy as np
 import pytest
-from training import MLP, Done, Proxy, backward, bits, chunk_of, small_gpt, text
+from training import MLP, Proxy, backward, bits, chunk_of, small_gpt, text
 
-from minipar.autograd import fused, no_grad
+from minipar.autograd import no_grad
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, enter
 from minipar.nn import AdamW
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.parallelize import shard
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
-
-pytestmark = pytest.mark.sampled(3)
 
 # Six blocks of 2,197 elements; embedding and head, with few tokens, are smaller than a block: 13 * (17 + 8 + 2) = 351.
 BLOCK, ROOT, PSI = 2197, 351, 6 * 2197 + 351
@@ -107,65 +105,30 @@ class Watched(Proxy):
         return self.comm.reduce_scatter(full, **options)
 
 
-class KeepsGradients(Watched):
-    """Something goes on pointing at the full gradients after they have been reduced."""
-
-    kept = ()
-
-    def reduce_scatter(self, full, **options):
-        self.kept = (*self.kept, full)
-        return super().reduce_scatter(full, **options)
-
-
-class DoesNotWait(Watched):
-    """The next gradient is begun however many are still travelling."""
-
-    works = ()
-
-    def reduce_scatter(self, full, **options):
-        self.works = (*self.works, super().reduce_scatter(full, **options))
-        return Done()
-
-
-class KeepsUnits(Watched):
-    """Something goes on pointing at the parameters of a unit after it has run."""
-
-    kept = ()
-
-    def all_gather(self, array, out, **options):
-        self.kept = (*self.kept, out)
-        return super().all_gather(array, out, **options)
-
-
-def most_at_a_time(size, kind, watched=Watched, **kwargs):
+def most_at_a_time(size, kind, **kwargs):
     """The most (full gradients, gathered units) on any rank in two passes, and what is left of either."""
 
     def rank(comm):
         model = make()
-        watch = watched(comm, model, units=1 + kwargs.get("prefetch", True))
+        watch = Watched(comm, model, units=1 + kwargs.get("prefetch", True))
         ddp = kind(model, watch, **kwargs)
         for turn in range(2):
             if comm.rank == 0 and turn == 0 and comm.size > 1:
                 time.sleep(0.05)  # the others run ahead, and their messages stay where they are
             ddp.zero_grad()
             one_pass(ddp)
-            for work in getattr(watch, "works", ()):
-                work.wait()
         return watch.gradients.most, watch.units.most, watch.gradients.left, watch.units.left
 
     return tuple(max(counts) for counts in zip(*run_local(size, rank), strict=True))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("algorithm", ["ring", "ordered"])
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(("size", "algorithm"), [(1, "ring"), (2, "ordered"), (5, "ring")])
 def test_stage_2_never_has_more_than_two_full_gradients(size, algorithm):
     gradients, *others = most_at_a_time(size, ZeroStage2, algorithm=algorithm)
     assert 1 <= gradients <= 2 and others == [0, 0, 0]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 5])
 def test_stage_3_never_has_more_than_two_units_parameters(size):
     """With prefetching the one in use and the next one; without, only the one in use."""
     for prefetch in (True, False):
@@ -173,25 +136,16 @@ def test_stage_3_never_has_more_than_two_units_parameters(size):
         assert 1 <= gradients <= 2 and units == 1 + prefetch and left == [0, 0]
 
 
-def test_the_watch_sees_what_is_kept():
-    assert most_at_a_time(3, ZeroStage2, KeepsGradients)[0] == 14  # seven buckets, twice
-    assert most_at_a_time(3, ZeroStage2, DoesNotWait)[0] > 2
-    assert most_at_a_time(3, FullyShardedDataParallel, KeepsUnits)[1] == 2 * (8 + 6)  # forward, backward
-
-
-def ledger_of(size, kind, phases, proxy=Watched):
-    """Each rank's [{kind of memory: most bytes} of each phase]; a phase is a function of the strategy."""
+def ledger_of(size, kind, phase):
+    """Each rank's {kind of memory: most bytes} of a phase, a function of the strategy."""
 
     def rank(comm):
-        ledger, most = MemoryLedger(), []
+        ledger = MemoryLedger()
         with ledger.recording():
-            model = make()
-            ddp = kind(model, proxy(comm, model))
-            for phase in phases:
-                enter("", restart=True)
-                phase(ddp)
-                most.append(dict(zip(KINDS, np.max([held for _, held in ledger.moments], axis=0), strict=True)))
-        return most
+            ddp = kind(make(), comm)
+            enter("", restart=True)
+            phase(ddp)
+            return dict(zip(KINDS, np.max([held for _, held in ledger.moments], axis=0), strict=True))
 
     return run_local(size, rank)
 
@@ -200,35 +154,20 @@ def forward_with_a_graph(ddp):
     ddp.kept = ddp.model.loss_sum(*batch(ddp.comm.rank))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("forward", [loss_of, forward_with_a_graph])
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3])
 def test_forward_holds_two_blocks_and_the_graph_keeps_no_weight(size, forward):
-    for (most,) in ledger_of(size, FullyShardedDataParallel, [forward]):
+    for most in ledger_of(size, FullyShardedDataParallel, forward):
         assert most["buffers"] == 2 * BLOCK * 8
         assert most["parameters"] <= -(-BLOCK // size) * 6 * 8 + -(-ROOT // size) * 8
 
 
-def test_the_ledger_shows_a_unit_that_is_not_released():
-    for (most,) in ledger_of(3, FullyShardedDataParallel, [loss_of], KeepsUnits):
-        assert most["buffers"] == (PSI + ROOT) * 8  # embedding and head are gathered once for each of the two
-
-
-def test_the_ledger_shows_a_weight_kept_by_the_graph(monkeypatch):
-    monkeypatch.setattr(fused, "getter", lambda leaf, array: lambda: array)
-    for (most,) in ledger_of(3, FullyShardedDataParallel, [loss_of]):
-        assert most["buffers"] == 2 * BLOCK * 8  # without a graph nothing keeps it
-    for (most,) in ledger_of(3, FullyShardedDataParallel, [forward_with_a_graph]):
-        assert most["buffers"] > 6 * BLOCK * 8
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "units"), [(ZeroStage2, 0), (FullyShardedDataParallel, 2)])
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 5])
 def test_backward_holds_two_gradients_next_to_the_units(size, kind, units):
     head = 17 * 13 + 2 * 13  # the tied gradient of the token table and ln_f's wait for the embedding's
     messages = 2 * -(-BLOCK // size)  # where the ring's messages arrive and wait
-    for (most,) in ledger_of(size, kind, [one_pass]):
+    for most in ledger_of(size, kind, one_pass):
         assert BLOCK * 8 < most["buffers"] <= ((2 + units) * BLOCK + head + messages) * 8 < PSI * 8
 
 
@@ -257,13 +196,6 @@ def test_setting_up_stage_3_never_holds_the_whole_model(size):
 
 
 # ---- nothing stale ---------------------------------------------------------------------------------------------------
-
-
-class NeverForgets(FullyShardedDataParallel):
-    """What a forward without a backward has left gathered is used again after the step."""
-
-    def after_step(self):
-        pass
 
 
 def train_with_forwards(comm, kind, forward, steps=2):
@@ -296,14 +228,8 @@ def test_a_forward_without_backward_changes_nothing(size, kind, forward):
     assert loss == loss_of_serial(state)  # the forward after the step sees it
 
 
-def test_gathered_values_that_outlive_the_step_are_stale():
-    loss, state, _ = run_local(2, train_with_forwards, NeverForgets, forward_with_a_graph)[0]
-    assert loss != loss_of_serial(state)
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_parameters_that_the_loss_does_not_use_count_as_zero(size, stage):
     """The embedding alone, after a pass that left other numbers wherever gradients lie."""
 
@@ -331,9 +257,8 @@ def test_parameters_that_the_loss_does_not_use_count_as_zero(size, stage):
 # ---- the parameters, whole again -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 3, 8])
 def test_rank_0_gets_every_parameter_by_name_others_none(size, stage):
     def rank(comm):
         ddp = shard(make(), comm, stage)
@@ -367,9 +292,9 @@ def test_a_released_parameter_reads_as_nan_never_as_old_values():
         for use in (nothing, loss_of, lambda ddp: step(ddp, AdamW(ddp.parameters()))):
             use(ddp)
             states.append({name: np.array(p.data) for name, p in ddp.model.named_parameters()})
-            with pytest.raises(ValueError, match="wrapper's state_dict"):
+            with pytest.raises(ValueError):
                 ddp.model.state_dict()
-            with pytest.raises(ValueError, match="before wrapping"):
+            with pytest.raises(ValueError):
                 ddp.model.load_state_dict(states[0])
         assert all(np.isnan(tie.data).all() for p in ddp.model.parameters() for tie in p.ties)
         return states

@@ -9,21 +9,20 @@ from training import MLP, config_for, ranks_of, small_gpt, trainer_for
 
 from minipar.comm import run_local
 from minipar.parallel.parallelize import shard
-from minipar.parallel.placement import Replicate, Shard, elements_of
-from minipar.parallel.state import Cut, Piece, gather_state, join, local_part, owned_pieces
+from minipar.parallel.placement import elements_of
+from minipar.parallel.state import Piece, gather_state, owned_pieces
 from minipar.train.data import Tokens
-
-pytestmark = pytest.mark.sampled(3)
 
 SHAPE = "--layers 4 --hidden 12 --heads 4 --seq-len 8 --vocab-size 11 --dtype float64 --global-batch 12"
 TEXT = Tokens(np.arange(100, dtype=np.uint8) % 11, "0 to 10", 11)
 LAYOUTS = [
-    "--dp 2 --tp 2 --pp 2 --microbatches 2",
-    "--dp 3 --tp 2 --sequence-parallel",
-    "--dp 3 --pp 2 --microbatches 2 --schedule interleaved-1f1b",
-    "--tp 4 --pp 2 --microbatches 2",
-    "--dp 2 --pp 2 --microbatches 2 --schedule zbv",
-    "--dp 8 --global-batch 8",
+    ("--dp 2 --tp 2 --pp 2 --microbatches 2", 0),
+    ("--dp 2 --tp 2 --pp 2 --microbatches 2", 3),
+    ("--dp 3 --tp 2 --sequence-parallel", 2),
+    ("--dp 3 --pp 2 --microbatches 2 --schedule interleaved-1f1b", 1),
+    ("--tp 4 --pp 2 --microbatches 2", 0),
+    ("--dp 2 --pp 2 --microbatches 2 --schedule zbv", 3),
+    ("--dp 8 --global-batch 8", 3),
 ]
 
 
@@ -32,9 +31,7 @@ def on_ranks(layout, stage, inspect):
     return run_local(ranks_of(config), lambda comm: inspect(trainer_for(config, TEXT, comm)))
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "stage"), LAYOUTS)
 def test_the_ranks_own_each_element_of_each_parameter_once(layout, stage):
     serial = trainer_for(config_for(SHAPE), TEXT)
 
@@ -59,9 +56,7 @@ def test_the_ranks_own_each_element_of_each_parameter_once(layout, stage):
         assert sum(held.size for held in parts.values()) >= int(np.prod(serial.shapes[name]))
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "stage"), LAYOUTS)
 def test_rank_0_gets_the_serial_models_state_and_the_others_none(layout, stage):
     expected = trainer_for(config_for(SHAPE), TEXT).state_dict()
     first, *others = on_ranks(layout, stage, lambda trainer: trainer.state_dict())
@@ -80,27 +75,6 @@ def test_collecting_sends_each_element_to_rank_0_once():
 
     (first, _), *others = run_local(4, rank)
     assert first == 0 and all(sent == own for sent, own in others)
-
-
-def test_pieces_join_to_the_serial_array_in_any_order():
-    whole = np.random.Generator(np.random.Philox(4)).standard_normal((10, 6))
-    pieces = []
-    for rank in range(4):
-        cut = Cut(dim=0, groups=1, rank=rank, ranks=4)
-        part = Shard(rank, 4, 0, 10).part(whole).reshape(-1)
-        for start in range(0, part.size, 7):
-            elements = part[start : start + 7]
-            pieces.append((Piece("p", start, start + elements.size, cut), elements))
-    assert np.array_equal(join((10, 6), np.float64, reversed(pieces)), whole)
-    flat = whole.reshape(-1)
-    pieces = [(Piece("p", start, stop, None), flat[start:stop]) for start, stop in ((20, 60), (0, 20))]
-    assert np.array_equal(join((10, 6), np.float64, pieces), whole)
-
-
-def test_a_local_part_is_this_ranks_elements_of_its_part():
-    whole = np.arange(24.0).reshape(4, 6)
-    assert local_part(Shard(1, 2, 1, 6), whole, range(2, 5)).tolist() == [5, 9, 10]
-    assert local_part(Replicate(), whole, range(2, 5)).tolist() == [2, 3, 4]
 
 
 def test_parameters_of_a_users_model_come_in_its_order():

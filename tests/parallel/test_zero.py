@@ -1,17 +1,14 @@
 """Claims about ZeRO: every stage trains the same bits, sends what its formula says, and counts the norm once."""
 
-import math
 from functools import lru_cache
 
 import numpy as np
 import pytest
 import training
 from training import (
-    Done,
     NeverGathersTheUpdate,
     NothingDecays,
     OwnChunksNorm,
-    Proxy,
     TiedModel,
     backward,
     bits,
@@ -19,22 +16,17 @@ from training import (
     gradient_on_one_device,
     reports,
     small_gpt,
-    talk_through,
     text,
 )
 
-from minipar import nn
-from minipar.comm import DeviceMesh, chunk_bounds, run_local, serial, wire_bytes
-from minipar.nn import SGD, squared_norm
-from minipar.nn.optim import BLOCK
+from minipar.comm import DeviceMesh, run_local, serial, wire_bytes
+from minipar.nn import SGD
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.parallelize import shard
 from minipar.parallel.zero_optimizer import ZeroOptimizer
 from minipar.train.data import load_tokens
 from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
-
-pytestmark = pytest.mark.sampled(3)
 
 # Buckets of 3,497 = 13*269 elements (embedding and head) and 2,197 = 13^3 (a block): no number of ranks divides one.
 SHAPE = "--layers 1 --hidden 13 --heads 1 --seq-len 11 --dtype float64 --weight-decay 0.1 --steps 3"
@@ -72,12 +64,7 @@ def gradient_of_all_ranks(size):
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("clip", [0, 1])
-@pytest.mark.parametrize("reduction", ["ring", "ordered"])
-@pytest.mark.parametrize(
-    "size", [2, 3, pytest.param(5, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("size", "reduction", "clip"), [(2, "ordered", 0), (3, "ring", 1)])
 def test_all_stages_train_the_same_bits_for_20_steps(size, reduction, clip):
     flags = f"--global-batch {size} --steps 20 --reduction {reduction} --clip-grad {clip} --zero-stage"
     state, steps = train(size, f"{flags} 0")
@@ -87,26 +74,21 @@ def test_all_stages_train_the_same_bits_for_20_steps(size, reduction, clip):
         assert train(size, f"{flags} {stage}") == (state, steps), f"stage {stage}"
 
 
-ONE_DEVICE_FLAGS = [
-    "--microbatches 3 --recompute full --clip-grad 0.5",
-    "--dtype float32 --layers 2 --lr-schedule cosine --warmup-steps 1",
-]
+RECOMPUTED = "--microbatches 3 --recompute full --clip-grad 0.5"
+FLOAT32 = "--dtype float32 --layers 2 --lr-schedule cosine --warmup-steps 1"
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("flags", ONE_DEVICE_FLAGS)
 @pytest.mark.parametrize(
-    ("size", "stages"), [(1, SHARDED), (2, [3]), (3, SHARDED), (4, [3]), (5, [3]), (6, [3]), (7, [2, 3]), (8, [3])]
+    ("size", "stages", "flags"),
+    [(1, SHARDED, RECOMPUTED), (3, SHARDED, RECOMPUTED), (5, [1, 3], FLOAT32), (8, [2], FLOAT32)],
 )
 def test_in_rank_order_every_stage_trains_one_devices_bits(size, stages, flags):
+    every = f"{flags} --reduction ordered"
     for stage in stages:
-        every = f"{flags} --reduction ordered"
         assert train(size, f"{every} --zero-stage {stage}") == one_device(size, every), f"stage {stage}"
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize(("size", "stage"), [(1, 3), (2, 2), (3, 3)])
 def test_synchronizing_every_microbatch_adds_in_that_order(size, stage):
     """Microbatch 0 of all ranks, then microbatch 1 of all ranks, ...: other sums than rank by rank, so other bits."""
     flags = "--microbatches 3 --reduction ordered --clip-grad 0.5"
@@ -119,8 +101,8 @@ def test_synchronizing_every_microbatch_adds_in_that_order(size, stage):
 
 @pytest.mark.parametrize("stage", SHARDED)
 def test_in_a_ring_every_stage_is_one_device_within_rounding(stage):
-    for verdict in verdicts(3, f"--zero-stage {stage} --microbatches 2"):
-        assert verdict.passed and "bound 3.6e-15; updates equal" in verdict.line, verdict.line
+    for verdict in verdicts(3, f"--zero-stage {stage} --microbatches 2 --clip-grad 1"):
+        assert verdict.passed, verdict.line
 
 
 def test_prefetching_and_deferred_values_change_no_bit():
@@ -176,17 +158,18 @@ def bytes_of_a_step(size, flags, **kwargs):
     return run_local(size, rank)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("flags", ["--reduction ring", "--reduction ordered --dtype float32 --layers 2"])
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+FORMS = [(1, "--reduction ring"), (3, "--reduction ring"), (5, "--reduction ordered --dtype float32 --layers 2")]
+
+
 @pytest.mark.parametrize("stage", [0, *SHARDED])
+@pytest.mark.parametrize(("size", "flags"), FORMS)
 def test_a_step_sends_the_closed_form_and_not_a_byte_more(stage, size, flags):
     for sent, expected, _ in bytes_of_a_step(size, f"--zero-stage {stage} {flags}"):
         assert sent == expected
 
 
 @pytest.mark.parametrize("stage", [0, *SHARDED])
-@pytest.mark.parametrize(("size", "hidden"), [(2, 24), (3, 24), (5, 20), (8, 24)])
+@pytest.mark.parametrize(("size", "hidden"), [(3, 24), (8, 24)])
 def test_ranks_that_divide_every_bucket_send_2_2_2_and_3_psi(stage, size, hidden):
     for sent, _, trainer in bytes_of_a_step(size, f"--hidden {hidden} --heads 2 --zero-stage {stage}"):
         assert all(bucket.size % size == 0 for bucket in trainer.ddp.buckets)
@@ -195,24 +178,15 @@ def test_ranks_that_divide_every_bucket_send_2_2_2_and_3_psi(stage, size, hidden
         assert (sum(sent.values()) - scalars) * size == volume * psi * (size - 1) * 8
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize("size", [2, 5])
-def test_microbatches_that_accumulate_are_reduced_once(size, stage):
-    for sent, expected, _ in bytes_of_a_step(size, f"--microbatches 3 --zero-stage {stage}", microbatches=3):
+@pytest.mark.parametrize(("stage", "flags", "syncs"), [
+    (1, "", 1), (2, "", 1), (3, "", 1), (2, "--sync-every-microbatch", 3), (3, "--sync-every-microbatch", 3),
+])  # fmt: skip
+def test_microbatches_are_reduced_once_or_each(stage, flags, syncs):
+    flags = f"--microbatches 3 --zero-stage {stage} {flags}"
+    for sent, expected, _ in bytes_of_a_step(2, flags, microbatches=3, syncs=syncs):
         assert sent == expected
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("size", [2, 5])
-def test_synchronizing_every_microbatch_reduces_as_many_times(size, stage):
-    flags = f"--microbatches 3 --sync-every-microbatch --zero-stage {stage}"
-    for sent, expected, _ in bytes_of_a_step(size, flags, microbatches=3, syncs=3):
-        assert sent == expected
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [0, *SHARDED])
 def test_gradients_from_before_the_wrapper_are_dropped(stage):
     def rank(comm):
@@ -228,24 +202,8 @@ def test_gradients_from_before_the_wrapper_are_dropped(stage):
         assert bits(gradient) == bits(expected)
 
 
-def test_zero_optimizer_drops_gradients_from_before():
-    """Those of a tied embedding's second leaf, too."""
-
-    def rank(comm, before):
-        model = small_gpt()
-        if before:
-            own_samples(model, comm.rank)
-        optimizer = ZeroOptimizer(model.parameters(), SGD, comm, lr=0.1)
-        own_samples(model, comm.rank)
-        optimizer.step()
-        return bits({name: p.data for name, p in model.named_parameters()})
-
-    assert run_local(2, rank, True) == run_local(2, rank, False)
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("size", [1, 5])
 def test_under_no_sync_gradients_add_up_and_none_is_sent(size, stage):
     def rank(comm):
         ddp = shard(small_gpt(deferred=True), comm, stage, "ordered")
@@ -271,9 +229,8 @@ def test_under_no_sync_gradients_add_up_and_none_is_sent(size, stage):
 # ---- the norm --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [0, *SHARDED])
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("size", [1, 3, 8])
 def test_the_norm_counts_each_element_once_and_clips_the_whole(size, stage):
     def rank(comm):
         ddp = shard(small_gpt(deferred=True), comm, stage, "ordered")
@@ -294,82 +251,26 @@ def test_the_norm_counts_each_element_once_and_clips_the_whole(size, stage):
             np.testing.assert_allclose(clipped[name], array * (0.5 / (norm + 1e-6)), rtol=1e-14)
 
 
-def test_squares_are_summed_in_float64_block_after_block():
-    assert squared_norm([]) == 0.0
-    assert squared_norm([np.array([1e4, 1], np.float32)]) == 1e8 + 1  # in float32 the 1 would be lost
-    # Next to 2^54 neighbouring values are 4 apart: 2.25 rounds up to 4, twice, but 4.5 once, to 4.
-    large, small = np.array([2.0**27]), np.array([1.5])
-    assert squared_norm(iter([large, small, small])) == 2.0**54 + 8
-    assert squared_norm(iter([small, small, large])) == 2.0**54 + 4
-    in_blocks = np.zeros(2 * BLOCK + 1)
-    in_blocks[[0, BLOCK, 2 * BLOCK]] = 2.0**27, 1.5, 1.5
-    assert squared_norm([in_blocks]) == 2.0**54 + 8
-
-
 # ---- mistakes, made on purpose ---------------------------------------------------------------------------------------
-
-
-class EverythingOnEveryRank(Trainer):
-    """The norm of the whole flat array, summed over the ranks: values that were never reduced count too."""
-
-    def _clip_grad_norm(self, max_norm):
-        own = squared_norm([bucket.gradient for bucket in self.ddp.buckets])
-        squares = self.mesh.dp.all_reduce(np.array([own]), algorithm="ordered")
-        return nn.clip_grad_norm(self.ddp.parameters(), max_norm, norm=math.sqrt(squares[0]))
-
-
-class ForgetsABucket(Trainer):
-    """The second of two buckets is never reduced: its chunk keeps this rank's own contribution."""
-
-    class Comm(Proxy):
-        calls = 0
-
-        def reduce_scatter(self, full, out, **options):
-            self.calls += 1
-            if self.calls % 2:
-                return self.comm.reduce_scatter(full, out=out, **options)
-            start, stop = chunk_bounds(full.size, self.size)[self.rank]
-            out[...] = full[start:stop].copy()
-            return Done(out)
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        talk_through(self.Comm, self.ddp)
-
-
-class KeepsTheFirstSum(Trainer):
-    """Nothing is added to the first microbatch's sum: the reduce-scatter of the second brings zeros."""
-
-    class Comm(Proxy):
-        calls = 0
-
-        def reduce_scatter(self, full, **options):
-            self.calls += 1
-            return self.comm.reduce_scatter(full * (self.calls % 4 in (1, 2)), **options)  # two buckets each
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        talk_through(self.Comm, self.ddp)
 
 
 MISTAKES = {
     OwnChunksNorm: "--zero-stage 1 --clip-grad 1",
-    EverythingOnEveryRank: "--zero-stage 1 --clip-grad 1",
     NeverGathersTheUpdate: "--zero-stage 2",
-    ForgetsABucket: "--zero-stage 1",
     NothingDecays: "--zero-stage 1",
-    KeepsTheFirstSum: "--zero-stage 2 --microbatches 2 --sync-every-microbatch",
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3, 17])
 def test_a_zero_optimizer_sums_tied_gradients_too(size):
-    """Of a model that computes its gradients by itself; its parameters may have ties, as GPT-2's embedding has."""
-    x, y = np.random.Generator(np.random.Philox(9)).standard_normal((2, 6, 4))
+    """Of 16 elements with ties, as GPT-2's embedding has; it forgets the gradients from before it was made."""
+    x, y = np.random.Generator(np.random.Philox(9)).standard_normal((2, 17, 4))
 
     def after_a_step(comm, make):
         model = TiedModel()
+        model.loss_sum(x, y).backward()
         optimizer = make(model.parameters(), comm)
+        optimizer.zero_grad()
         (model.loss_sum(x[comm.rank :: comm.size], y[comm.rank :: comm.size]) / y.size).backward()
         optimizer.step()
         return model.weight.data
@@ -379,10 +280,7 @@ def test_a_zero_optimizer_sums_tied_gradients_too(size):
         np.testing.assert_allclose(weight, alone, rtol=1e-12)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("reduction", ["ring", "ordered"])
 @pytest.mark.parametrize("kind", MISTAKES)
-def test_verify_catches_the_mistake(kind, reduction):
-    flags = f"{MISTAKES[kind]} --reduction {reduction}"
-    assert all(verdict.passed for verdict in verdicts(3, flags))
-    assert all("FAILED" in verdict.line for verdict in verdicts(3, flags, kind))
+def test_verify_catches_the_mistake(kind):
+    """An unbroken run of each layout passes: see the first tests."""
+    assert not any(verdict.passed for verdict in verdicts(3, MISTAKES[kind], kind))

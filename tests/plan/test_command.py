@@ -1,86 +1,193 @@
-"""The command line that trains a plan, word for word, for every flag and for none."""
+"""`python -m minipar.plan`: its numbers add up, its last line trains the fastest plan, and bad input is one line."""
 
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
-from planning import layout
+from planning import layout, tables
 
 from minipar.errors import UsageError
-from minipar.plan.command import mesh_flags, model_flags, needs_directory, precision_flags, train_command
+from minipar.plan.__main__ import main
+from minipar.plan.cluster import GPUS, Cluster
+from minipar.plan.command import train_command
 from minipar.plan.layout import PRECISIONS
-from minipar.plan.model import ModelShape, find_model
+from minipar.plan.model import MODELS
+from minipar.plan.programs import PROGRAMS, find_gpu, find_program
+from minipar.plan.search import plan
+from minipar.plan.space import SearchSpace
+from minipar.train.config import parse, resolve, schedule_of
+from visualize.__main__ import main as visualize
 
-GPT2 = find_model("gpt2")
-LLAMA = find_model("llama-3-8b")
-MIXTRAL = find_model("mixtral-8x7b")
-PLAIN = "--dp 1 --zero-stage 0 --global-batch 1 --microbatches 1"
+SMALL = {"model": "gpt2", "gpus": "16", "gpu": "h100", "global_batch": "64", "seq_len": "1024", "precision": "bf16"}
+
+
+def argv(**given):
+    return [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), value)]
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory):
+    """What is printed, and the JSON file: a program of its own, which starts no MPI."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    command = [sys.executable, "-m", "minipar.plan", *argv(**SMALL)]
+    text, values = (subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["--json", "-"]))
+    assert (text.returncode, text.stderr, values.returncode, values.stderr) == (0, "", 0, "")
+    path.write_text(values.stdout)
+    return text.stdout, path
+
+
+def test_the_numbers_of_a_plan_add_up(answer):
+    found = json.loads(answer[1].read_text())
+    assert [one["rank"] for one in found["plans"]] == [1, 2, 3, 4, 5]
+    for one in found["plans"]:
+        assert one["dp"] * one["tp"] * one["pp"] == 16 and one["dp"] * one["microbatch"] * one["microbatches"] == 64
+        seconds, held = dict(one["seconds"]), dict(one["memory_bytes"])
+        total = seconds.pop("total")
+        assert total == pytest.approx(sum(seconds.values()))
+        assert held.pop("total") == pytest.approx(sum(held.values()))
+        assert one["mfu"] == pytest.approx(64 * found["flops_per_sequence"]["model"] / total / 16 / 989e12)
+        assert one["tokens_per_second"] == pytest.approx(64 * 1024 / total)
+        assert one["seconds_from_to"] == pytest.approx([0.85 * total, 1.15 * total]) and found["spread"] == 0.15
+    fastest = found["plans"][0]["seconds"]["total"]
+    near = {one["rank"] for one in found["plans"] if one["seconds"]["total"] <= 1.15 * fastest}
+    assert set(found["tied"]) == near
+    assert found["search"]["layouts"] >= found["search"]["fitting"] > 100
+
+
+def test_the_tables_have_the_numbers_of_the_json(answer):
+    """In milliseconds and gigabytes here; a reason stands at its plan's number."""
+    text, path = answer
+    plans = json.loads(path.read_text())["plans"]
+    _, memory, seconds = tables(text)
+    assert "GB:" in memory[0] and "ms " in seconds[0]
+    for one, held, took in zip(plans, memory[2], seconds[2], strict=True):
+        assert held[0] == took[0] == f"{one['rank']}."
+        assert float(held[-1]) == pytest.approx(one["memory_bytes"]["total"] / 1e9, abs=0.05)
+        assert float(took[seconds[1].index("total") + 1]) == pytest.approx(one["seconds"]["total"] * 1e3, rel=1e-2)
+        assert one["rank"] == 1 or f"\n{one['rank']}. {one['why']}\n" in text
+
+
+def test_the_last_line_trains_the_fastest_plan(answer):
+    text, path = answer
+    (line,) = re.findall(r"^  (mpirun -n .*)$", text, re.MULTILINE)
+    words = shlex.split(line)
+    config = resolve(parse(words[6:]), int(words[2]))
+    best = json.loads(path.read_text())["plans"][0]
+    assert [getattr(config.mesh, axis) for axis in ("dp", "tp", "pp")] == [best[axis] for axis in ("dp", "tp", "pp")]
+    assert (config.data.global_batch, config.model.seq_len, config.model.hidden) == (64, 1024, 768)
+
+
+def test_the_picture_is_drawn_from_the_file(answer, tmp_path, capsys):
+    assert visualize(["plan", str(answer[1]), "--out", str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    (tmp_path / "other.json").write_text('{"plans": [], "meshes": []}')
+    assert visualize(["plan", str(tmp_path / "other.json"), "--out", str(tmp_path / "x.png")]) == 2
+
+
+QUESTIONS = [
+    ("gpt2", 8, 16, 1024, "stored", "bf16", {}),
+    ("llama-3-8b", 16, 2, 131072, "flash", "bf16", {"recompute": "full"}),
+    ("mixtral-8x7b", 16, 16, 4096, "flash", "fp16", {"recompute": "none", "schedule": "interleaved-1f1b"}),
+]
+
+
+@pytest.mark.parametrize(("name", "gpus", "batch", "length", "attention", "precision", "fixed"), QUESTIONS)
+def test_a_plans_command_line_is_its_layout(name, gpus, batch, length, attention, precision, fixed):
+    space = SearchSpace(attention=attention, precision=PRECISIONS[precision], **fixed)
+    for found in plan(MODELS[name], Cluster(GPUS["h200"], gpus), batch, length, space, top=8).plans:
+        one = found.layout
+        words = shlex.split(train_command(name, MODELS[name], one, length))
+        config = resolve(parse(words[6:]), int(words[2]))
+        mesh = config.mesh
+        assert int(words[2]) == gpus == mesh.dp * mesh.cp * mesh.tp * mesh.pp
+        assert (mesh.dp, mesh.cp, mesh.tp, mesh.pp, mesh.ep) == (*one.mesh, one.ep)
+        assert (mesh.zero_stage, mesh.sequence_parallel) == (one.zero, one.sequence_parallel)
+        assert one.cp == 1 or (mesh.context_parallel, mesh.cp_order) == (one.context_parallel, one.cp_order)
+        assert (config.data.global_batch, config.data.microbatches) == (batch, one.microbatches)
+        assert config.run.recompute == ("full" if one.recompute == "full" else "none")
+        assert config.run.gradients == ("float16" if precision == "fp16" else "float32")
+        assert one.pp == 1 or len(schedule_of(config).home) == one.pp * one.stages_per_rank
+
+
+def test_a_layout_that_training_lacks_says_so():
+    odd = replace(MODELS["llama-7b"], ffn=11009)
+    with pytest.raises(UsageError, match="11009/16"):
+        train_command("llama-7b", odd, layout(tp=16), 64)
+
+
+def test_a_users_own_gpu_and_program(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('{"like": "a100", "memory": 40e9}')
+    assert find_gpu(str(path)) == replace(GPUS["a100"], memory=40e9)
+    path.write_text('{"like": "nanotron", "links": 0.5, "host_layer": 0}')
+    mine, like = find_program(str(path)), PROGRAMS["nanotron"]
+    assert mine.assumptions == replace(like.assumptions, links=0.5, host_layer=0)
+    assert (mine.framework, mine.spread) == (like.framework, like.spread)
 
 
 @pytest.mark.parametrize(
-    ("given", "flags"),
+    ("find", "text", "words"),
     [
-        ({}, PLAIN),
-        ({"cp": 2, "context_parallel": "ulysses", "cp_order": "contiguous"},
-         "--dp 1 --cp 2 --context-parallel ulysses --cp-order contiguous --zero-stage 0 --global-batch 1 "
-         "--microbatches 1"),
-        ({"ep": 2}, PLAIN.replace("--dp 1", "--dp 1 --ep 2")),
-        ({"tp": 2}, PLAIN.replace("--dp 1", "--dp 1 --tp 2")),
-        ({"tp": 2, "etp": 2}, PLAIN.replace("--dp 1", "--dp 1 --tp 2")),
-        ({"tp": 2, "etp": 1, "sequence_parallel": True},
-         PLAIN.replace("--dp 1", "--dp 1 --tp 2 --etp 1 --sequence-parallel")),
-        ({"pp": 2, "schedule": "gpipe"}, PLAIN.replace("--dp 1", "--dp 1 --pp 2 --schedule gpipe")),
-        ({"pp": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b"},
-         PLAIN.replace("--dp 1", "--dp 1 --pp 2 --schedule interleaved-1f1b --virtual-stages 2")),
-        ({"dp": 4, "zero": 3, "zero_replicas": 2, "microbatch": 3, "microbatches": 5},
-         "--dp 4 --zero-stage 3 --zero-replicas 2 --global-batch 60 --microbatches 5"),
+        (find_gpu, '{"like": "a100", "memory": 0}', "memory is 0"),
+        (find_gpu, '{"like": "a100", "memory": NaN}', "memory is nan"),
+        (find_gpu, '{"like": "h100", "attention": 2}', "attention is 2"),
+        (find_gpu, '{"like": []}', "like"),
+        (find_gpu, 10**5 * "[", "mine.json"),
+        (find_program, '{"like": "pytorch"}', "pytorch"),
+        (find_program, '{"link": 1}', "link"),
+        (find_program, '{"products": 1.5}', "products is 1.5"),
+        (find_program, "[]", "mine.json"),
     ],
-)  # fmt: skip
-def test_a_mesh_has_the_flags_of_what_it_uses(given, flags):
-    assert mesh_flags(layout(**given)) == flags
+)
+def test_a_file_that_describes_no_gpu_or_program(find, text, words, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        find(str(path))
+    with pytest.raises(UsageError, match="/dev/zero"):
+        find("/dev/zero")
 
 
-def test_a_models_flags_are_those_of_its_kind():
-    gpt = "--model gpt2 --layers 12 --hidden 768 --heads 12 --vocab-size 50257"
-    assert model_flags(GPT2) == gpt
-    sizes = "--layers 32 --hidden 4096 --heads 32"
-    llama = "--kv-heads 8 --ffn 14336"
-    assert model_flags(LLAMA) == f"--model llama {sizes} --vocab-size 128256 {llama}"
-    assert model_flags(MIXTRAL) == f"--model mixtral {sizes} --vocab-size 32000 {llama} --experts 8 --top-k 2"
-
-
-def test_a_tied_llama_and_a_gpt_of_another_mlp_need_a_directory():
-    gpts = [ModelShape(1, 8, 2, 9, ffn=ffn) for ffn in (None, 32, 31, 40)]
-    assert [needs_directory(model) for model in gpts] == [False, False, True, True]
-    assert not needs_directory(replace(LLAMA, tied=False))
-    assert needs_directory(replace(LLAMA, tied=True))
-
-
-def test_a_model_that_needs_a_directory_is_trained_from_it():
-    words = train_command("a dir", replace(LLAMA, tied=True), layout(), 64)
-    assert words.startswith("mpirun -n 1 python -m minipar.train --init-from 'a dir' --seq-len 64 --dp 1 ")
+HUGE = {"model": "gpt3-175b", "gpus": "1048576", "gpus_per_node": "1048576", "global_batch": "16777216"}
 
 
 @pytest.mark.parametrize(
-    ("given", "flags"),
+    ("given", "words"),
     [
-        ({}, "--dtype fp16 --gradients fp16 --reduce-dtype fp16 --attention full --recompute none"),
-        ({"precision": PRECISIONS["bf16"]}, "--dtype bf16 --attention full --recompute none"),
-        ({"precision": PRECISIONS["bf16"], "attention": "flash", "recompute": "full"},
-         "--dtype bf16 --attention blockwise --recompute full"),
-        ({"precision": PRECISIONS["bf16"], "recompute": "selective"},
-         "--dtype bf16 --attention blockwise --recompute none"),
+        ({"model": "gpt5"}, "gpt5"),
+        ({"gpu": "b17"}, "b17"),
+        ({"gpus": "12"}, "12"),
+        ({"gpus": "eight"}, "eight"),
+        ({"global_batch": "-1"}, "-1"),
+        ({"dp": "9" * 4000}, "--dp"),
+        ({"cp": "2,"}, "--cp"),
+        ({"ep": "2"}, "ep 2"),
+        ({"zero_stage": "0,4"}, "0,4"),
+        ({"pp": "1", "schedule": "1f1b"}, "--schedule 1f1b"),
+        ({"program": "nanotrom"}, "nanotron"),
+        ({"seq_len": "99999999"}, "99999999"),
+        ({"json": "/nowhere/plan.json"}, "/nowhere/plan.json"),
+        ({"json": "/dev/full"}, "/dev/full"),
+        (HUGE, "25000"),
     ],
-)  # fmt: skip
-def test_dtypes_and_recomputation_have_their_flags(given, flags):
-    assert precision_flags(layout(**given)) == flags
+)
+def test_bad_input_is_one_line_and_code_2(given, words, capsys):
+    assert main(argv(**SMALL | {"top": "1"} | given)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("minipar: error: ") and printed.err.count("\n") == 1
+    assert words in printed.err
 
 
-def test_cp_leaves_a_rank_fewer_tokens_to_divide():
-    """Of 24 tokens each of two cp ranks has 12: four tp ranks divide them, and eight do not."""
-    assert " --cp 2 " in train_command("m", LLAMA, layout(cp=2, tp=4, sequence_parallel=True), 24)
-    with pytest.raises(UsageError, match="^tokens/tp = 12/8 is not a whole number: minipar.train has as many"):
-        train_command("m", LLAMA, layout(cp=2, tp=8, sequence_parallel=True), 24)
-
-
-def test_without_sequence_parallelism_tp_need_not_divide_tokens():
-    assert train_command("m", LLAMA, layout(cp=2, tp=8), 24)
+def test_a_full_disk_is_one_line_and_a_closed_pipe_none():
+    command = [sys.executable, "-m", "minipar.plan", *argv(**SMALL), "--top", "1", "--pp", "1"]
+    reader, closed = os.pipe()
+    os.close(reader)
+    for out, lines in ((os.open("/dev/full", os.O_WRONLY), 1), (closed, 0)):
+        run = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+        os.close(out)
+        assert (run.returncode, run.stderr.count("\n")) == (2, lines)

@@ -1,14 +1,76 @@
-"""Units of a model: operations and bytes on a GPU that does one of either in a second; tensor-parallel sums."""
+"""Units of a model and collectives of a cluster: their seconds in closed form, on the links of the data sheets."""
 
 from dataclasses import astuple, replace
 
 import pytest
 from planning import a100s, layout
 
-from minipar.plan.cluster import Assumptions, Cluster, ComputeTime, Gpu, gather_seconds
+from minipar.plan.cluster import (
+    GB,
+    GPUS,
+    AlphaBeta,
+    Assumptions,
+    Cluster,
+    ComputeTime,
+    Gpu,
+    fetch_seconds,
+    gather_seconds,
+    scalar_seconds,
+)
 from minipar.plan.compute import unit_times
 from minipar.plan.gpu_time import gpu_compute
+from minipar.plan.layout import MINIPAR
 from minipar.plan.model import find_model
+
+# As data sheets print them: dense 16-bit TFLOP/s, GB, GB/s, GB/s of NVLink both ways, Gb/s of cards for each GPU.
+SHEETS = {
+    "v100": (125, 32, 900, 300, 4 * 100 / 8),
+    "a100": (312, 80, 2039, 600, 200),
+    "h100": (989, 80, 3350, 900, 400),
+    "h200": (989, 141, 4800, 900, 400),
+}
+
+
+def test_gpus_are_those_of_the_data_sheets():
+    assert list(GPUS) == list(SHEETS)
+    for name, (flops, memory, bandwidth, nvlink, cards) in SHEETS.items():
+        gpu = GPUS[name]
+        assert (gpu.peak, gpu.memory, gpu.memory_bandwidth) == (flops * 1e12, memory * 1e9, bandwidth * 1e9)
+        assert (gpu.inside, gpu.between) == (nvlink / 2 * 1e9, cards / 8 * 1e9)
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_in_one_host_and_between_hosts():
+    cluster = a100s(64)
+    inside, between, n = cluster.inside, cluster.between, 1e9
+    assert between == AlphaBeta(cluster.assumptions.alpha_between, 1 / (25e9 * 0.8))
+    assert gather_seconds(cluster, n, 1, 1) == 0
+    assert gather_seconds(cluster, n, 1, 8) == pytest.approx(7 * inside.alpha + n * 7 / 8 * inside.beta)
+    # One rank of each of eight hosts: every message crosses.
+    assert gather_seconds(cluster, n, 8, 8) == pytest.approx(7 * between.alpha + n * 7 / 8 * between.beta)
+    # All 64: eight rings, an eighth of the bytes through each network card.
+    expected = 56 * inside.alpha + 7 * between.alpha + n / 8 * 63 / 64 * between.beta
+    assert gather_seconds(cluster, n, 1, 64) == pytest.approx(expected)
+    # Sixteen hosts of two: half of the bytes through each card, or all of them over a link inside that is slower.
+    slow = Cluster(replace(GPUS["a100"], inside=30 * GB), 32, 2)
+    expected = 16 * slow.inside.alpha + 15 * slow.between.alpha + n * 31 / 32 * slow.inside.beta
+    assert gather_seconds(slow, n, 1, 32) == pytest.approx(expected)
+
+
+def test_minipar_has_one_ring_and_pairwise_gathers():
+    cluster, n = replace(a100s(64), framework=MINIPAR), 1e9
+    inside, between = cluster.inside, cluster.between
+    assert gather_seconds(cluster, n, 1, 64) == pytest.approx(63 * (between.alpha + n / 64 * between.beta))
+    near, far = (link.alpha + n / 64 * link.beta for link in (inside, between))
+    assert fetch_seconds(cluster, n, 1, 64) == pytest.approx(7 * near + 56 * far)
+    scalar = 2 * (7 * inside.alpha + 56 * between.alpha)
+    assert scalar_seconds(cluster, 1, 64) == pytest.approx(scalar, rel=1e-12)
+    assert scalar_seconds(a100s(64), 1, 64) == pytest.approx(2 * 6 * between.alpha)
+
+
+# ---- operations and bytes, on a GPU that does one of either in a second ----------------------------------------------
 
 ONE = Gpu(peak=1.0, memory=1.0, memory_bandwidth=1.0, inside=1.0, between=1.0)
 EXACT = Assumptions(products=1.0, half_work=0.0, copies=1.0)
@@ -17,9 +79,9 @@ S, H, T, V = 2048, 12288, 8, 51200
 B = 2  # samples
 
 
-def computed(assumptions=EXACT, tp=T, **given):
-    one = layout(dp=4, tp=tp, pp=2, microbatch=B, **given)
-    return gpu_compute(GPT3, one, S, 1e9, Cluster(ONE, one.gpus, assumptions=assumptions))
+def computed(assumptions=EXACT, card=ONE, **given):
+    one = layout(dp=4, tp=T, pp=2, microbatch=B, **given)
+    return gpu_compute(GPT3, one, S, 1e9, Cluster(card, one.gpus, assumptions=assumptions))
 
 
 def test_operations_and_bytes_of_a_layer_and_of_the_head():
@@ -46,49 +108,11 @@ def test_operations_and_bytes_of_a_layer_and_of_the_head():
         assert astuple(computed(recompute=recompute)) == pytest.approx(astuple(expected), rel=1e-12)
 
 
-def test_flash_attention_recomputes_scores_and_moves_none():
-    stored, flash = computed(), computed(attention="flash")
-    scores = 5 * GPT3.heads * S * S * B / T
-    assert stored.forward - flash.forward == pytest.approx(2 * scores, rel=1e-9)
-    again = 2 * B * S * S * H / T  # the first of the core's two products
-    assert flash.backward_input - stored.backward_input == pytest.approx(again - 4 * scores, rel=1e-9)
-    assert flash.backward_weight == stored.backward_weight
-
-
-@pytest.mark.parametrize("tp", [1, 8])
-def test_each_product_costs_the_half_work_once(tp):
-    """However large it is, and on however many ranks: half_work operations more are half the rate at that size."""
-    plain, small = computed(tp=tp), computed(replace(EXACT, half_work=1e15), tp=tp)
-    more = [b - a for a, b in zip(astuple(plain), astuple(small), strict=True)]
-    assert more == pytest.approx([4e15, 4e15, 4e15, 0, 1e15, 1e15, 1e15, 0, 0, 0], rel=1e-6)
-    selective = [computed(a, tp=tp, recompute="selective") for a in (EXACT, replace(EXACT, half_work=1e15))]
-    assert selective[1].recompute - selective[0].recompute == pytest.approx(2e15, rel=1e-6)
-
-
-def test_flash_attention_has_a_speed_of_its_own():
-    """Its FLOPs are the core's, and in backward two and a half times as many. Stored scores are products."""
-    core = 4 * B * S * S * H / T
-    card = replace(ONE, products=1.0, attention=0.25)
-    plain, own = Assumptions(products=1.0, half_work=0.0), Assumptions(half_work=0.0)
-    for attention, times in (("flash", 3), ("stored", 0)):
-        one = layout(dp=4, tp=T, pp=2, microbatch=B, attention=attention)
-        same, slow = (gpu_compute(GPT3, one, S, 1e9, Cluster(card, one.gpus, assumptions=a)) for a in (plain, own))
-        assert slow.forward - same.forward == pytest.approx(times * core, rel=1e-9)
-        assert slow.backward_input - same.backward_input == pytest.approx(2.5 * times * core, rel=1e-9)
-        assert slow.backward_weight == same.backward_weight
-
-
-def test_a_data_sheets_values_are_not_reached():
-    slow, fast = computed(Assumptions(products=0.5, half_work=0.0, copies=0.25)), computed()
-    assert slow.backward_weight == 2 * fast.backward_weight and slow.update == 4 * fast.update
-
-
 def test_sums_over_tp_that_hide_behind_weight_gradients():
     """Four all-reduces a layer and microbatch: forward's two are waited for, backward's two hide, at a price. With
     sequence parallelism backward's are two pairs, and of each the all-gather is waited for.
     """
     cluster = a100s(64)
-    assert GPT3.column_shares == (3 / 12, 4 / 12)  # 3 h^2 and 4 h^2 of 12 h^2
     gather = gather_seconds(cluster, 2048 * GPT3.hidden * 2, 1, 8)
     contention = cluster.assumptions.contention
     for schedule, sequence, waited in (
@@ -99,7 +123,7 @@ def test_sums_over_tp_that_hide_behind_weight_gradients():
     ):
         one = layout(tp=8, pp=8, schedule=schedule, sequence_parallel=sequence)
         assert unit_times(GPT3, one, cluster, 2048).layer.tp == pytest.approx(waited * gather)
-    # As far as there is a weight gradient to hide behind.
+    # As far as there is a weight gradient to hide behind: 3 h^2 and 4 h^2 of 12 h^2.
     slow = replace(cluster, assumptions=replace(cluster.assumptions, alpha_inside=1.0, contention=0.0))
     layer = unit_times(GPT3, layout(tp=8, pp=8), slow, 2048).layer
     gather = gather_seconds(slow, 2048 * GPT3.hidden * 2, 1, 8)

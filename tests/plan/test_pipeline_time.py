@@ -1,18 +1,15 @@
-"""Pipelines: closed forms against the simulator, long steps extended, and the ranks of stages."""
+"""A pipeline's closed forms are the simulator's times, and a long step is a short one extended."""
 
-from fractions import Fraction
 from itertools import product
 
 import pytest
 from planning import layout
 
-from minipar.parallel.pipeline.schedules import make
-from minipar.plan import pipeline_time
-from minipar.plan.pipeline_time import StageTime, closed_form, simulate_exactly, simulated, simulated_actions
+from minipar.plan.pipeline_time import StageTime, closed_form, simulate_exactly, simulated
 
 CLOSED = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
 SHAPES = [(1, 1, 1), (1, 1.2, 0.8), (1.0, 2.1, 0.9)]  # F, I, W; the last with full recompute
-CASES = list(product([2, 3, 4, 8], [1, 2, 4, 8, 24, 31], SHAPES, [0, 0.3], [0, 0.02]))
+CASES = list(product([2, 3, 8], [1, 2, 8, 24], SHAPES, [0, 0.3], [0, 0.02]))
 
 
 def pipeline(name, p, m, v=1):
@@ -31,7 +28,6 @@ def exactly(one, times, hop=0.0):
     return simulate_exactly(one.schedule, one.pp, one.microbatches, one.virtual_stages, times, hop)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CLOSED)
 def test_the_closed_form_is_the_simulators_makespan(name):
     """1F1B, interleaved, GPipe, naive: equal. ZB-H1, from p microbatches on: never below it, nor 8 % above."""
@@ -45,7 +41,7 @@ def test_the_closed_form_is_the_simulators_makespan(name):
             closed = closed_form(one, StageTime(f + v * hop, i + v * hop, w), StageTime(head, head, head))
             ratio = closed / exactly(one, stages(one, (f, i, w), head, hop)).makespan
             assert (1 - 1e-9 < ratio < 1.08) if name == "zb-h1" else ratio == pytest.approx(1, abs=1e-9), (p, m, v)
-    assert tried > 90
+    assert tried > 80
 
 
 @pytest.mark.parametrize("hop", [0, 0.01])
@@ -64,21 +60,11 @@ def test_a_long_step_is_simulated_short_and_extended(name, hop):
             assert left[0] == pytest.approx(left[1], abs=0.35)
 
 
-def test_the_bubble_is_the_published_one():
-    # (p-1)/(m+p-1) of the whole, when nothing else costs anything.
-    for p, m in ((4, 8), (8, 64)):
-        one, looped = pipeline("1f1b", p, m), pipeline("interleaved-1f1b", p, m, 2)
-        total = simulated(one, stages(one, (1, 1, 1))).makespan
-        assert Fraction(total - 3 * m) / Fraction(total) == Fraction(p - 1, m + p - 1)
-        total = simulated(looped, stages(looped, (1, 1, 1))).makespan
-        assert (total - 3 * m) / total == pytest.approx((p - 1) / (2 * m + p - 1))
-
-
-@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zbv", 1)])
-def test_the_rank_of_a_stage_is_the_schedules(name, v):
-    actions, one = make(name, 4, 8, v if v > 1 else None), pipeline(name, 4, 8, v)
-    assert [actions.home[s] for s in range(actions.stages)] == [one.rank_of(s) for s in range(actions.stages)]
-    assert actions.stages == 4 * one.stages_per_rank
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 64)])
+def test_the_bubble_of_interleaved_stages_is_the_published_one(p, m):
+    looped = pipeline("interleaved-1f1b", p, m, 2)
+    total = simulated(looped, stages(looped, (1, 1, 1))).makespan
+    assert (total - 3 * m) / total == pytest.approx((p - 1) / (2 * m + p - 1))
 
 
 def test_the_moments_of_a_step_are_those_found_by_hand():
@@ -93,30 +79,3 @@ def test_the_moments_of_a_step_are_those_found_by_hand():
 def test_a_message_that_blocks_no_rank_delays_the_next_stage():
     step = simulate_exactly("gpipe", 2, 3, 1, (StageTime(1, 1, 1), StageTime(1, 2, 2)), 0.5)
     assert (step.makespan, step.gradients_begin, step.ranks_end) == (19.0, (17.0, 12.5), (19.0, 16.5))
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "lengths"),
-    [(4, 12, [12]), (4, 13, [13]), (4, 16, [8, 12]), (4, 33, [9, 13]), (4, 35, [11, 15]), (2, 7, [7]), (2, 9, [5, 7])],
-)
-def test_a_step_is_simulated_whole_up_to_three_rounds(p, m, lengths, monkeypatch):
-    """A longer step is simulated with two and with three rounds of microbatches, and what is left of m."""
-    simulated_lengths = []
-    real = pipeline_time.simulate_exactly
-
-    def noted(schedule, ranks, microbatches, *rest):
-        simulated_lengths.append(microbatches)
-        return real(schedule, ranks, microbatches, *rest)
-
-    monkeypatch.setattr(pipeline_time, "simulate_exactly", noted)
-    one = pipeline("1f1b", p, m)
-    assert simulated(one, stages(one, (1, 1, 1))).makespan == pytest.approx(3 * m + 3 * (p - 1), rel=1e-12)
-    assert simulated_lengths == lengths
-
-
-def test_as_many_actions_as_the_most_are_simulated(monkeypatch):
-    one = pipeline("1f1b", 2, 4)
-    monkeypatch.setattr(pipeline_time, "MOST_ACTIONS", simulated_actions(one))
-    assert simulated(one, stages(one, (1, 1, 1))).makespan == 15.0
-    monkeypatch.setattr(pipeline_time, "MOST_ACTIONS", simulated_actions(one) - 1)
-    assert simulated(one, stages(one, (1, 1, 1))) is None

@@ -12,23 +12,12 @@ from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.traffic import tp_bytes
 from minipar.plan.layout import MEGATRON, MINIPAR, PRECISIONS
 from minipar.plan.model import ModelShape, find_model
-from minipar.plan.rank_bytes import (
-    expert_bytes,
-    in_flight,
-    in_flight_last,
-    layer_activations,
-    layer_state,
-    memory,
-    rank_parameters,
-    volume,
-)
+from minipar.plan.rank_bytes import in_flight, layer_activations, layer_state, memory, rank_parameters, volume
 
 GPT3 = find_model("gpt3-175b")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "megatron-22b", "gpt3-175b"])
-@pytest.mark.parametrize("tp", [1, 2, 8])
-@pytest.mark.parametrize("microbatch", [1, 4])
+@pytest.mark.parametrize(("name", "tp", "microbatch"), [("gpt2", 1, 1), ("megatron-22b", 2, 4), ("gpt3-175b", 8, 1)])
 def test_korthikantis_activation_formulas(name, tp, microbatch):
     model, s = find_model(name), 2048
     h, a, t = model.hidden, model.heads, tp
@@ -48,15 +37,8 @@ def test_korthikantis_activation_formulas(name, tp, microbatch):
         assert flash == kept(sequence_parallel=sequence, recompute="selective")
 
 
-def test_sequence_parallel_and_selective_keep_a_fifth():
-    # Korthikanti et al. 2022, abstract: "reduces activation memory by 5x".
-    plain = layer_activations(GPT3, layout(tp=8), 2048)
-    both = layer_activations(GPT3, layout(tp=8, sequence_parallel=True, recompute="selective"), 2048)
-    assert 0.15 < both / plain < 0.25
-
-
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zbv"])
-@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 4), (4, 16), (8, 32)])
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 4), (8, 32)])
 def test_microbatches_in_flight_are_the_schedules_own(name, p, m):
     v = 2 if name in ("interleaved-1f1b", "zbv") else 1
     schedule = make(name, p, m, v if name == "interleaved-1f1b" else None)
@@ -65,28 +47,8 @@ def test_microbatches_in_flight_are_the_schedules_own(name, p, m):
     assert counted == expected
 
 
-@pytest.mark.parametrize("v", [1, 2, 3])
-def test_interleaved_stages_hold_what_the_schedule_holds(v):
-    """The first rank holds most and the last least, also where each rank has a single stage."""
-    one = layout(pp=4, microbatches=16, schedule="interleaved-1f1b", virtual_stages=v)
-    live = [peak_live(actions) for actions in make("interleaved-1f1b", 4, 16, v).ranks]
-    assert (in_flight(one) * v, in_flight_last(one) * v) == (live[0], live[-1])
-    few = layout(pp=4, microbatches=2, schedule="interleaved-1f1b", virtual_stages=v)
-    assert (in_flight(few), in_flight_last(few)) == (2, min(2, 4 - Fraction(3, v)))
-
-
-def test_without_ep_no_rows_travel():
-    assert expert_bytes(find_model("mixtral-8x7b"), layout(), 64) == (0, 0)
-    assert expert_bytes(GPT3, layout(), 64) == (0, 0)
-
-
-def test_rows_of_two_experts_travel_from_each_token_of_a_rank():
-    model = find_model("mixtral-8x7b")
-    assert expert_bytes(model, layout(dp=2, ep=2, tp=4, etp=2), 64) == (2 * 64 * 4096 * 2 // 4 * 2, 8 * 8)
-
-
 @pytest.mark.parametrize(("stage", "own", "shared"), [(0, 16, 0), (1, 4, 12), (2, 2, 14), (3, 0, 16)])
-@pytest.mark.parametrize("dp", [1, 4, 64])
+@pytest.mark.parametrize("dp", [1, 64])
 def test_model_state_follows_the_zero_paper(stage, own, shared, dp):
     one = layout(dp=dp, zero=stage, microbatches=4)
     psi = rank_parameters(GPT3, one)
@@ -96,7 +58,7 @@ def test_model_state_follows_the_zero_paper(stage, own, shared, dp):
     assert total == pytest.approx(own * psi + shared * psi / dp, rel=1e-12)
 
 
-@pytest.mark.parametrize(("s", "q"), [(8, 1), (8, 64), (2, 4), (1, 8)])
+@pytest.mark.parametrize(("s", "q"), [(8, 64), (2, 4), (1, 8)])
 def test_hybrid_sharding_holds_and_sends_its_formulas(s, q):
     """16 psi/s bytes; inside 2 psi, or (2m+1) psi at stage 3, times (s-1)/s; across 2 (psi/s)(q-1)/q elements."""
     for zero, inside in ((1, 2), (2, 2), (3, 2 * 3 + 1)):
@@ -111,13 +73,7 @@ def test_hybrid_sharding_holds_and_sends_its_formulas(s, q):
     assert volume(GPT3, every, 2048).dp == 2 * (Fraction(9 * psi * (s - 1), s) + 3 * across)
 
 
-def test_gradients_in_fp32_take_two_bytes_more():
-    narrow, wide = (memory(GPT3, layout(precision=PRECISIONS[name]), 2048) for name in ("fp16", "bf16"))
-    assert wide.gradients - narrow.gradients == 2 * GPT3.parameters
-    assert (wide.parameters, wide.optimizer) == (narrow.parameters, narrow.optimizer)
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (8, 1), (1, 8), (8, 8), (4, 12)])
+@pytest.mark.parametrize(("tp", "pp"), [(8, 1), (1, 8), (4, 12)])
 def test_the_ranks_together_hold_the_model(tp, pp):
     """tp ranks of every stage add up to the model and what all of them have: norms, row layers' biases, positions."""
     first = rank_parameters(GPT3, layout(tp=tp, pp=pp))
@@ -137,7 +93,7 @@ def test_bytes_of_tensor_parallelism(tp, sequence_parallel):
     assert volume(GPT3, full, 2048).tp == volume(GPT3, one, 2048).tp * 3 / 2
 
 
-@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (4, 4), (4, 2), (8, 2), (8, 1)])
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (4, 2), (8, 1)])
 def test_ranks_with_copies_hold_and_send_what_training_does(tp, kv_heads):
     """A layer's elements on a rank, and the bytes that it adds, are those of the placements and of the closed form."""
     model = ModelShape(1, 64, 8, 16, kv_heads=kv_heads, ffn=48, gated=True, tied=False, biases=False, norm_biases=False)
@@ -180,18 +136,6 @@ def test_buffers_hold_logits_gradients_and_gathered_units(framework, sequence_pa
     assert wide == moving + 2 * 4 * one
 
 
-@pytest.mark.parametrize(("schedule", "v", "ends"), [("1f1b", 1, 1), ("gpipe", 1, 2), ("interleaved-1f1b", 3, 5)])
-def test_a_stage_of_minipar_keeps_its_input_and_its_output(schedule, v, ends):
-    """The model's first stage has no input to keep. GPipe's other ranks hold as many microbatches: they keep both."""
-    one = layout(tp=8, pp=4, microbatches=8, schedule=schedule, virtual_stages=v, sequence_parallel=True)
-    layers = 24 * layer_activations(GPT3, one, 2048, MINIPAR.kept)
-    kept = memory(GPT3, one, 2048, MINIPAR).activations
-    assert kept == pytest.approx(float(in_flight(one)) * (layers + ends * 2 * 2048 * GPT3.hidden / 8), rel=1e-12)
-    assert memory(GPT3, one, 2048).activations == pytest.approx(
-        float(in_flight(one)) * 24 * layer_activations(GPT3, one, 2048), rel=1e-12
-    )
-
-
 @pytest.mark.parametrize("pp", [1, 2])
 def test_the_rank_with_the_logits_may_be_the_fullest(pp):
     """2 s b h bytes of norm and of head (Korthikanti et al. 2022, section 4.3), the logits in 16 bits and their softmax
@@ -204,18 +148,9 @@ def test_the_rank_with_the_logits_may_be_the_fullest(pp):
     assert held.activations + held.buffers == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("zero", "microbatches", "whole"), [(1, 4, True), (2, 4, True), (2, 1, False), (3, 4, True)])
-def test_gradients_accumulate_whole_before_a_reduction(zero, microbatches, whole):
-    one = layout(dp=8, zero=zero, microbatches=microbatches)
-    psi = rank_parameters(GPT3, one)
-    part = 0 if zero == 1 else 2 * psi / 8
-    assert memory(GPT3, one, 2048, MINIPAR).gradients == pytest.approx(part + (2 * psi if whole else 0), rel=1e-12)
-    assert memory(GPT3, one, 2048).gradients == (2 * psi if zero == 1 else 2 * psi / 8)
-
-
 @pytest.mark.parametrize("microbatch", [1, 3])
 def test_a_layer_of_minipar_keeps_what_the_program_counts(microbatch):
-    """tests/parallel/tensor/test_tensor_traffic.py counts it: 20 N + A + 2 B T elements, N = B T h, A = B a T^2."""
+    """20 N + A + 2 B T elements, N = B T h, A = B a T^2."""
     given = layout(microbatch=microbatch, precision=PRECISIONS["bf16"])
     n, scores = microbatch * 2048 * GPT3.hidden, microbatch * GPT3.heads * 2048**2
     kept = layer_activations(GPT3, given, 2048, MINIPAR.kept)

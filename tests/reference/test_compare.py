@@ -5,6 +5,7 @@ the parameters and the factor of each.
 """
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -139,15 +140,6 @@ class DividedTwice(Loop):
         (loss / self.microbatches**2).backward()
 
 
-class SummedOverRanks(Loop):
-    """The gradients of replicas are summed, though each loss is already a mean over all."""
-
-    dp = 4
-
-    def after_backward(self):
-        self.scale(4, "")
-
-
 class SummedTokens(Loop):
     """reduction="sum" in one place."""
 
@@ -163,43 +155,15 @@ class LastOnly(Loop):
         super().backward(loss, microbatch)
 
 
-class NormsSummed(Loop):
-    """The norms' gradients are summed over replicas, the others averaged."""
+class Scaled(Loop):
+    """The gradients of some parameters are multiplied, as where ranks or microbatches are counted once too often."""
 
-    dp = 2
-
-    def after_backward(self):
-        self.scale(2, "ln_")
-
-
-class FrozenPositions(Loop):
-    """A detached position embedding."""
+    def __init__(self, start, directory, factor, only=("",), dp=1):
+        super().__init__(start, directory)
+        self.factor, self.only, self.dp = factor, only, dp
 
     def after_backward(self):
-        self.scale(0, "wpe")
-
-
-class TiedTwice(Loop):
-    """The tied matrix's gradient is added on both pipeline ranks."""
-
-    dp = 2
-
-    def after_backward(self):
-        self.scale(2, "wte")
-
-
-class OneStage(Loop):
-    """One pipeline stage forgets to divide by the microbatches."""
-
-    def after_backward(self):
-        self.scale(MICROBATCHES, ".h.1.", "ln_f")
-
-
-class WrongSign(Loop):
-    """Gradient ascent on one layer's MLP."""
-
-    def after_backward(self):
-        self.scale(-1, ".h.0.mlp.")
+        self.scale(self.factor, *self.only)
 
 
 class RowsOfOneRank(Loop):
@@ -239,28 +203,34 @@ class HalfTheRate(Loop):
         return optimizer
 
 
-MISTAKES = {
-    NotDivided: ("gradient", 3, "all parameters", "3 = microbatches: the gradient is not divided by"),
-    DividedTwice: ("gradient", 1 / 3, "all parameters", "1/3 = 1/microbatches: the gradient is divided by the micr"),
-    SummedOverRanks: ("gradient", 4, "all parameters", "4 = dp: the gradient is summed over dp"),
-    SummedTokens: ("gradient", 192, "all parameters", "192 = tokens: the gradient is that of the sum"),
-    LastOnly: ("gradient", None, "all parameters", "other data, masks or order"),
-    NormsSummed: ("gradient", 2, "the norms", "2 = dp: the gradient is summed over dp"),
-    FrozenPositions: ("gradient", 0, "wpe.weight", "missing in B"),
-    TiedTwice: ("gradient", 2, "the token embedding, to which a tied head belongs", "2 = dp"),
-    OneStage: ("gradient", 3, "block 1 and ln_f.weight and ln_f.bias", "3 = microbatches: "),
-    WrongSign: ("gradient", -1, "h.0.mlp.c_fc.weight to h.0.mlp.c_proj.bias", "a wrong sign"),
-    RowsOfOneRank: ("gradient", 2, "tp rank 1's part (of 2) of attn.c_proj.weight, mlp.c_proj.weight", "2 = tp: "),
-    LossOnly: ("loss", None, "", "B - A = log 2 = log dp: logits"),
-    DecaysEverything: ("update", None, "", "weight decay, betas, eps"),
-    HalfTheRate: ("update", 0.5, "all parameters", "the learning rate: its schedule, its warm-up"),
-}
+MISTAKES = {  # the loop; and the quantity, the factor, the parameters and the cause that are named
+    "not divided": (NotDivided, "gradient", 3, "all parameters", "3 = microbatches: "),
+    "divided twice": (DividedTwice, "gradient", 1 / 3, "all parameters", "1/3 = 1/microbatches: "),
+    "summed tokens": (SummedTokens, "gradient", 192, "all parameters", "192 = tokens: "),
+    "the last microbatch only": (LastOnly, "gradient", None, "all parameters", "other data, masks or order"),
+    "a part of tensor parallelism": (
+        RowsOfOneRank, "gradient", 2, "tp rank 1's part (of 2) of attn.c_proj.weight, mlp.c_proj.weight", "2 = tp: ",
+    ),
+    "the loss only": (LossOnly, "loss", None, "", "B - A = log 2 = log dp: "),
+    "everything decays": (DecaysEverything, "update", None, "", "weight decay, betas, eps"),
+    "half the rate": (HalfTheRate, "update", 0.5, "all parameters", "the learning rate"),
+    "summed over ranks": (partial(Scaled, factor=4, dp=4), "gradient", 4, "all parameters", "4 = dp: "),
+    "norms summed": (partial(Scaled, factor=2, only=("ln_",), dp=2), "gradient", 2, "the norms", "2 = dp: "),
+    "frozen positions": (partial(Scaled, factor=0, only=("wpe",)), "gradient", 0, "wpe.weight", "missing in B"),
+    "tied twice": (partial(Scaled, factor=2, only=("wte",), dp=2), "gradient", 2, "the token embedding", "2 = dp"),
+    "one stage": (
+        partial(Scaled, factor=3, only=(".h.1.", "ln_f")), "gradient", 3, "block 1 and ln_f.weight", "3 = microb",
+    ),
+    "a wrong sign": (
+        partial(Scaled, factor=-1, only=(".h.0.mlp.",)), "gradient", -1, "h.0.mlp.c_fc.weight", "a wrong sign",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", MISTAKES, ids=lambda kind: kind.__name__)
-def test_a_mistake_in_the_torch_loop_is_named(kind, start, tmp_path):
-    quantity, ratio, group, cause = MISTAKES[kind]
-    kind(start, tmp_path / "torch").train()
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_torch_loop_is_named(name, start, tmp_path):
+    loop, quantity, ratio, group, cause = MISTAKES[name]
+    loop(start, tmp_path / "torch").train()
     finding = compare(start / "one", tmp_path / "torch")
     assert finding.step == 0, as_text(finding)
     found = finding.differences[0]

@@ -17,11 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from training import config_for, on_each_rank
 
 from chapters.support.whole_runs import relative_difference
@@ -198,41 +193,3 @@ def test_torchs_own_strategy_gives_minipars_values(case, start, torch_folder):
     assert all(step["norm"] > SETTINGS["clip"] for step in ours), "clipping did not happen"
     wrong = differences(ours, torch_steps(case, torch_folder))
     assert not wrong, "\n".join(wrong)
-
-
-def test_a_doubled_gradient_is_a_difference(start):
-    ours = minipar_steps("--dp 2", 1, start / "2")
-    assert differences(ours, [ours, ours]) == []
-    name = "gradient/h.1.mlp.c_fc.bias"
-    theirs = [ours[0] | {name: 2 * ours[0][name]}, *ours[1:]]
-    assert differences(ours, [ours, theirs]) == [f"step 0: {name} of process 1 by 1"]
-    without = [{key: step[key] for key in step if key != name} for step in ours]
-    assert differences(ours, [without, without]) == [f"step {s}: no process has {name}" for s in range(STEPS)]
-
-
-# ---- what torch cannot do, and torch_ranks.py does itself ------------------------------------------------------------
-
-
-@pytest.fixture
-def mesh():
-    """A mesh of one process, this one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_torchs_clipping_refuses_a_mixture_with_dtensors(mesh):
-    """Tensor parallelism without SequenceParallel leaves plain LayerNorms."""
-    plain = torch.nn.Parameter(torch.ones(3))
-    parallel = torch.nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
-    for parameter in (plain, parallel):
-        parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        torch.nn.utils.clip_grad_norm_([plain, parallel], 1.0)
-
-
-def test_torchs_parallelize_module_separates_tied_weights(mesh):
-    model = torch.nn.ModuleDict({"wte": torch.nn.Embedding(4, 3), "head": torch.nn.Linear(3, 4, bias=False)})
-    model["head"].weight = model["wte"].weight
-    parallelize_module(model, mesh, {"wte": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel()})
-    assert model["head"].weight is not model["wte"].weight

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from minipar.autograd import Tensor, causal_attention, dropout
 from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, dropping
 
 RANDOM = np.random.Generator(np.random.Philox(33))
@@ -19,40 +18,10 @@ def torch_attention(qkv, heads, keep, probability):
     return out.transpose(1, 2).reshape(batch, length, width // 3)
 
 
-def compare(ours, theirs, x):
-    a, b = Tensor(x.copy(), requires_grad=True), torch.tensor(x, requires_grad=True)
-    y, z = ours(a), theirs(b)
-    np.testing.assert_allclose(y.data, z.detach().numpy(), rtol=1e-12, atol=1e-13)
-    weights = RANDOM.standard_normal(y.shape)
-    y.backward(weights)
-    z.backward(torch.tensor(weights))
-    np.testing.assert_allclose(a.grad, b.grad.numpy(), rtol=1e-11, atol=1e-12)
-
-
 def drawn(name, shape, probability):
     """A mask as a model draws it."""
     with dropping(DropoutKeys(seed=1, step=2, samples=range(shape[0]))):
         return Dropout(name, probability).mask(shape)
-
-
-@pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
-def test_dropout(probability):
-    keep = drawn("drop", (3, 5, 4), probability)
-    compare(
-        lambda x: dropout(x, keep, probability),
-        lambda x: x * torch.tensor(keep) / (1 - probability),
-        RANDOM.standard_normal((3, 5, 4)),
-    )
-
-
-@pytest.mark.parametrize(("heads", "length", "probability"), [(1, 1, 0.5), (3, 7, 0.1), (2, 8, 0.5), (4, 5, 0.9)])
-def test_attention_with_dropout(heads, length, probability):
-    keep = drawn("attn_dropout", (2, heads, length, length), probability)
-    compare(
-        lambda x: causal_attention(x, heads, None, keep, probability),
-        lambda x: torch_attention(x, heads, torch.tensor(keep), probability),
-        RANDOM.standard_normal((2, length, 3 * 4 * heads)),
-    )
 
 
 def test_the_gpts_loss_and_every_gradient_with_gpt2s_dropouts():
@@ -89,11 +58,3 @@ def test_the_gpts_loss_and_every_gradient_with_gpt2s_dropouts():
     for name, parameter in model.named_parameters():
         parameter.fold_tied_gradients()
         np.testing.assert_allclose(parameter.grad, w[name].grad.numpy(), rtol=1e-9, atol=1e-14, err_msg=name)
-
-
-def test_without_a_mask_the_reference_is_torchs_own_attention():
-    qkv = torch.tensor(RANDOM.standard_normal((2, 6, 24)))
-    q, k, v = (part.reshape(2, 6, 2, 4).transpose(1, 2) for part in qkv.split(8, dim=-1))
-    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    ours = torch_attention(qkv, 2, torch.ones(2, 2, 6, 6), 0.0)
-    np.testing.assert_allclose(ours.numpy(), theirs.transpose(1, 2).reshape(2, 6, 8).numpy(), rtol=1e-12, atol=1e-13)

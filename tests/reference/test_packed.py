@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 import torch
 from reference.double_precision import compute_in_float64
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM
-from transformers import LlamaConfig as TheirLlama
-from transformers import MixtralConfig as TheirMixtral
+from reference.their_models import compute_everything_in_float64, their_gradients, theirs
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
 from minipar.autograd import packed
+from minipar.nn import GPTConfig, LlamaConfig, MixtralConfig
 from minipar.nn.pretrained import load_pretrained
 
 VOCAB, LENGTH = 31, 20
@@ -20,29 +19,13 @@ LENGTHS = [[20], [1, 4, 9, 6], [11, 9]]
 IDS = np.array([[place for n in sample for place in range(n)] for sample in LENGTHS])
 TARGETS[:, -1] = -100
 TARGETS[:, :-1][IDS[:, 1:] == 0] = -100  # a document's last token has no target
-NO_IDS = {"bos_token_id": None, "eos_token_id": None, "attn_implementation": "eager", "initializer_range": 0.3}
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "vocab_size": VOCAB}
-SIZES |= {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, **NO_IDS}
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-
-def theirs(name):
-    """Make their model, with weights that make every term matter."""
-    torch.manual_seed(5)
-    if name == "gpt2":
-        sizes = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 24, "n_layer": 2, "n_head": 3}
-        model = GPT2LMHeadModel(GPT2Config(**sizes, **NO_DROPOUT, **NO_IDS))
-    elif name == "llama":
-        model = LlamaForCausalLM(TheirLlama(**SIZES))
-    else:
-        model = MixtralForCausalLM(TheirMixtral(**SIZES, num_local_experts=3, num_experts_per_tok=2))
-    model = model.double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    if name == "mixtral":
-        model.set_experts_implementation("eager")  # the default, a grouped product, has no float64
-    return model.eval()
+SIZES |= {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2}
+MODELS = {
+    "gpt2": GPTConfig(vocab_size=VOCAB, n_positions=LENGTH, n_embd=24, n_layer=2, n_head=3),
+    "llama": LlamaConfig(**SIZES),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
+}
 
 
 def block_diagonal() -> torch.Tensor:
@@ -55,16 +38,16 @@ def block_diagonal() -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def float64_throughout(monkeypatch):
-    eager = "eager_attention_forward"
-    compute_in_float64(monkeypatch, modeling_llama, "LlamaRMSNorm", "LlamaRotaryEmbedding", eager)
-    names = ("MixtralRMSNorm", "MixtralRotaryEmbedding", "MixtralTopKRouter", eager)
-    compute_in_float64(monkeypatch, modeling_mixtral, *names)
+    compute_everything_in_float64(monkeypatch)
+    for modeling in (modeling_llama, modeling_mixtral):
+        compute_in_float64(monkeypatch, modeling, "eager_attention_forward")
 
 
 @pytest.mark.parametrize("method", ["full", "blockwise"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_packed_documents_are_theirs(name, method, tmp_path):
-    reference = theirs(name)
+    reference = theirs(MODELS[name])
+    reference.set_attn_implementation("eager")
     reference.save_pretrained(tmp_path)
     model = load_pretrained(tmp_path, dtype="float64", attention=method)
     logits = reference(
@@ -78,9 +61,7 @@ def test_packed_documents_are_theirs(name, method, tmp_path):
         ours = model.loss_sum(TOKENS, TARGETS)
     assert ours.item() == pytest.approx(loss.item(), rel=1e-12)
     ours.backward()
-    if name == "mixtral":
-        return  # their experts are one array; the logits and the loss have said it
-    gradients = {key.removeprefix("transformer."): p.grad.numpy() for key, p in reference.named_parameters()}
+    gradients = their_gradients(reference)
     for key, p in model.named_parameters():
         p.fold_tied_gradients()
         np.testing.assert_allclose(p.grad, gradients[key], rtol=1e-9, atol=1e-9, err_msg=key)

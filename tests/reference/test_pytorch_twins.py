@@ -8,7 +8,6 @@ round otherwise than NumPy's.
 import ast
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -381,19 +380,3 @@ def test_ch13_precision_rounds_and_skips_alike():
         "updates after each step, process by process": list(taken),
         "loss scale in the end, process by process": list(scales),
     }
-
-
-@pytest.mark.parametrize("twin", sorted(TWINS.glob("ch*.py")), ids=lambda path: path.stem)
-def test_a_twin_is_short_and_its_chapter_names_it(twin):
-    source = twin.read_text(encoding="utf-8")
-    chapters = [chapter.read_text(encoding="utf-8") for chapter in TWINS.parent.glob(f"{twin.stem[2:]}_*.py")]
-    assert any(f"chapters/pytorch/{twin.name}" in text for text in chapters)
-    code = [line for line in re.sub(r'""".*?"""', "", source, flags=re.DOTALL).splitlines() if line.strip()]
-    code = [line for line in code if not re.match(r"\s*#|import |from ", line)]
-    assert 15 <= len(code) <= 40
-
-
-def test_chapters_3_to_13_have_a_twin():
-    numbers = {path.name[:2] for path in TWINS.parent.glob("[01]*.py")}
-    expected = sorted(f"ch{number}" for number in numbers if "03" <= number <= "13")
-    assert sorted(path.stem for path in TWINS.glob("ch*.py")) == expected and len(expected) > 9

@@ -1,59 +1,45 @@
 """Claims about training with balanced or limited experts: equal to one device in every layout, and bytes."""
 
-import json
-from functools import cache
 from math import ceil
 
 import numpy as np
 import pytest
 from combinations import TEXT, VOCAB, differences, run_steps
 from routing import ep_bytes
-from training import bits, config_for, on_each_rank, ranks_of, reports, trainer_for, verdicts
+from training import bits, config_for, on_each_rank, ranks_of, trainer_for
 
 from minipar.autograd import no_grad
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.generate import load
-from minipar.nn import GPTConfig
 from minipar.nn.moe import moe_layers
 from minipar.parallel.traffic import predicted_traffic
-from minipar.train.config import parse, resolve, shape_of, with_shape
 from minipar.train.from_config import step_layout
 from minipar.train.one_device import OneDevice
-from minipar.train.progress import Metrics
 from minipar.train.trainer import Trainer
-
-pytestmark = pytest.mark.sampled(3)
 
 E = 6
 SHAPE = f"--model mixtral --layers 3 --hidden 16 --heads 4 --kv-heads 2 --ffn 12 --seq-len 8 --vocab-size {VOCAB}"
 RUN = f"--experts {E} --top-k 2 --dtype float64 --eps 1e-5 --steps 2 --reduction ordered --weight-decay 0.3"
 AUX = "--aux-loss 0.5"  # large, so that a mistake in it shows
+TO_THE_BIT = [
+    "--dp 2 --global-batch 8 --clip-grad 0.5",
+    "--dp 2 --pp 3 --global-batch 8 --microbatches 2",
+    "--dp 4 --global-batch 8 --recompute full",
+]
 LAYOUTS = [
-    "--global-batch 4 --recompute full",
-    "--dp 2 --global-batch 4 --clip-grad 0.5",
     "--dp 3 --ep 3 --global-batch 6 --microbatches 2",
     "--dp 2 --ep 2 --global-batch 8 --zero-stage 3 --microbatches 2 --sync-every-microbatch",
-    "--tp 2 --global-batch 4 --clip-grad 0.5",
     "--dp 2 --tp 2 --ep 2 --global-batch 4 --sequence-parallel --zero-stage 2",
-    "--tp 4 --kv-heads 4 --global-batch 2 --recompute full",
-    "--cp 2 --global-batch 4 --recompute full",
+    "--tp 4 --kv-heads 4 --global-batch 2 --recompute full --clip-grad 0.5",
     "--cp 4 --global-batch 6 --microbatches 2 --zero-stage 3 --context-parallel all-gather",
     "--dp 2 --cp 2 --tp 2 --kv-heads 4 --global-batch 4 --context-parallel ulysses --sequence-parallel",
-    "--dp 2 --cp 2 --ep 4 --experts 8 --global-batch 4 --zero-stage 1",
-    "--pp 3 --global-batch 4 --microbatches 4",
     "--dp 2 --pp 2 --ep 2 --global-batch 8 --microbatches 4 --schedule zb-h1 --zero-stage 2 --recompute full",
-    "--cp 2 --tp 2 --pp 2 --layers 4 --global-batch 4 --microbatches 2 --schedule interleaved-1f1b",
 ]
 
 
 def config_of(layout, flags=AUX):
     return config_for(f"{SHAPE} {RUN} {flags} {layout}")
-
-
-@cache
-def on_one_device(config):
-    return run_steps(OneDevice(config, TEXT))[:2]
 
 
 class Noting(Trainer):
@@ -75,24 +61,32 @@ def trained(config):
     return run_local(ranks_of(config), program)
 
 
+def checked(config, exact=False):
+    """One device and each rank's trainer, after both have trained; what they differ in is an error."""
+    single, ranks = OneDevice(config, TEXT), trained(config)
+    states, reported, _ = run_steps(single)
+    assert differences(*ranks[0][:2], (states, reported), exact=exact) == []
+    for rank, (_, reports_of_rank, sent, trainer) in enumerate(ranks):
+        assert reports_of_rank == ranks[0][1] and biases_of(trainer) == biases_of(single)
+        assert sent == [predicted_traffic(step_layout(config), rank)] * len(sent)
+    return single, [trainer for *_, trainer in ranks]
+
+
+def biases_of(trainer):
+    return [moe.bias.tolist() for moe in trainer.moes]
+
+
 # ---- the auxiliary loss ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_auxiliary_loss_trains_as_on_one_device(layout):
-    config = config_of(layout)
-    ranks = trained(config)
-    assert differences(*ranks[0][:2], on_one_device(config), exact=False) == []
-    for rank, (_, reported, sent, _) in enumerate(ranks):
-        assert reported == ranks[0][1]
-        assert sent == [predicted_traffic(step_layout(config), rank)] * len(sent)
+    checked(config_of(layout))
 
 
-@pytest.mark.parametrize("layout", ["--dp 2", "--dp 2 --pp 3 --microbatches 2", "--dp 4 --recompute full"])
+@pytest.mark.parametrize("layout", TO_THE_BIT)
 def test_without_split_tokens_the_bits_are_one_devices(layout):
-    config = config_of(f"{layout} --global-batch 8 --clip-grad 0.5")
-    assert differences(*trained(config)[0][:2], on_one_device(config), exact=True) == []
+    checked(config_of(layout), exact=True)
 
 
 def test_every_zero_stage_has_the_bits_of_plain_dp():
@@ -162,21 +156,10 @@ BIASED = [
 ]
 
 
-def biases_of(trainer):
-    return [moe.bias.tolist() for moe in trainer.moes]
-
-
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", BIASED)
 def test_biases_are_the_same_bits_in_every_layout(layout):
-    config = config_of(layout, BIAS)
-    single, ranks = OneDevice(config, TEXT), trained(config)
-    states, reported, _ = run_steps(single)
-    assert differences(*ranks[0][:2], (states, reported), exact=False) == []
+    single, _ = checked(config_of(layout, BIAS))
     assert np.any(biases_of(single))
-    for rank, (_, reported, sent, trainer) in enumerate(ranks):
-        assert reported == ranks[0][1] and biases_of(trainer) == biases_of(single)
-        assert sent == [predicted_traffic(step_layout(config), rank)] * len(sent)
 
 
 def test_each_step_moves_biases_towards_the_mean_load():
@@ -224,21 +207,15 @@ def test_biases_stay_where_they_are_without_the_flag(tmp_path):
 
 def test_a_model_with_biases_is_not_exported(tmp_path):
     """transformers would send tokens to other experts."""
-    config = config_of(f"--global-batch 4 --export {tmp_path / 'e'}", BIAS)
-    with pytest.raises(UsageError, match="no place for the biases of --router-bias; --save has"):
-        trainer_for(config, TEXT)
-    on_each_rank(config_of("--global-batch 4", BIAS), TEXT, lambda trainer, results: trainer.save(tmp_path / "c", 2))
-    frozen = f"--global-batch 4 --export {tmp_path / 'e'} --resume {tmp_path / 'c'}"
-    with pytest.raises(UsageError, match="no place for the biases"):
-        trainer_for(config_of(frozen, ""), TEXT)
-    trainer_for(config_of(f"--global-batch 4 --export {tmp_path / 'e'}", AUX), TEXT)
+    with pytest.raises(UsageError, match="--router-bias"):
+        trainer_for(config_of(f"--global-batch 4 --export {tmp_path}", BIAS), TEXT)
+    trainer_for(config_of(f"--global-batch 4 --export {tmp_path}", AUX), TEXT)
 
 
 # ---- capacity --------------------------------------------------------------------------------------------------------
 
 CAPACITY = "--capacity-factor 0.8"
 LIMITED = [
-    "--global-batch 4 --microbatches 2 --recompute full",
     "--dp 2 --global-batch 4 --clip-grad 0.5 --capacity-factor 1.5",
     "--dp 3 --ep 3 --global-batch 6 --microbatches 2 --zero-stage 3",
     "--dp 4 --ep 2 --global-batch 8 --zero-stage 2 --recompute full --router-bias 0.02",
@@ -248,25 +225,18 @@ LIMITED = [
 ]
 
 
-@pytest.mark.sampled(7)
 @pytest.mark.parametrize("layout", LIMITED)
 def test_a_device_that_drops_the_same_tokens_is_equal(layout):
     config = config_of(layout, CAPACITY)
-    single, ranks = OneDevice(config, TEXT), trained(config)
-    results = list(single.train())
-    assert differences(*ranks[0][:2], on_one_device(config), exact=False) == []
-    for rank, (_, reported, sent, trainer) in enumerate(ranks):
-        assert reported == ranks[0][1] and biases_of(trainer) == biases_of(single)
-        assert trainer.dropped == [result.dropped for result in results]
-        assert sent == [predicted_traffic(step_layout(config), rank)] * len(sent)
-    assert all(result.dropped for result in results)
+    dropped = [result.dropped for result in OneDevice(config, TEXT).train()]
+    _, trainers = checked(config)
+    assert all(dropped) and all(trainer.dropped == dropped for trainer in trainers)
 
 
 @pytest.mark.parametrize(
     "layout",
     [
         "--dp 3 --ep 3 --global-batch 6 --microbatches 2",
-        "--dp 4 --ep 2 --global-batch 4 --recompute full --zero-stage 2",
         "--dp 2 --pp 3 --tp 2 --ep 2 --global-batch 4 --microbatches 2",
     ],
 )
@@ -301,68 +271,3 @@ def test_what_is_dropped_is_counted_over_the_global_batch():
                 trainer.model.loss_sum(inputs, targets).backward()
             loads += [moe.load.copy() for moe in trainer.moes]
         assert count == sum(int(np.maximum(load - ceil(0.8 * 2 * 8 * 2 / E), 0).sum()) for load in loads) > 0
-
-
-def test_metrics_say_what_is_dropped(tmp_path):
-    for flags, written in ((CAPACITY, True), ("", False)):
-        trainer = trainer_for(config_of("--global-batch 4", flags), TEXT)
-        metrics = Metrics(str(tmp_path / f"{written}.jsonl"))
-        for result in trainer.train():
-            metrics.write(result)
-        metrics.close()
-        lines = [json.loads(line) for line in (tmp_path / f"{written}.jsonl").read_text().splitlines()]
-        assert [("dropped" in line, "eval_loss" in line) for line in lines] == [(written, False)] * 2
-        assert not written or all(type(line["dropped"]) is int and line["dropped"] > 0 for line in lines)
-
-
-def test_verify_drops_what_the_ranks_drop(tmp_path):
-    config = config_of("--dp 2 --ep 2 --global-batch 8 --microbatches 2", CAPACITY)
-    assert {verdict.passed for verdict in verdicts(config, TEXT)} == {True}
-    on_each_rank(config, TEXT, lambda trainer, results: trainer.save(tmp_path, 2))
-    rest = config_of(f"--global-batch 8 --steps 3 --reduction ordered --resume {tmp_path}", CAPACITY)
-    assert verdicts(rest, TEXT)[0].line.endswith("resumed after 2, from the checkpoint's state")
-
-
-# ---- flags and checkpoints -------------------------------------------------------------------------------------------
-
-REFUSED = {
-    "--aux-loss 0.1": "--aux-loss 0.1 is for --model mixtral: a layer of other models has one MLP, no experts",
-    "--model llama --aux-loss 0.1": "--aux-loss 0.1 is for --model mixtral",
-    "--model mixtral --aux-loss -0.1": r"--aux-loss -0.1 is outside \[0, inf\)",
-    "--capacity-factor 1": "--capacity-factor 1.0 is for --model mixtral",
-    "--model mixtral --capacity-factor 0": r"--capacity-factor 0.0 is outside \(0, inf\)",
-    "--model mixtral --cp 2 --capacity-factor 1": "--capacity-factor shares out the tokens of whole samples, of which",
-    "--router-bias 0.001": "--router-bias 0.001 is for --model mixtral",
-    "--model mixtral --router-bias nan": r"--router-bias nan is outside \[0, inf\)",
-}
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("flags", REFUSED)
-def test_flags_that_do_not_fit_are_refused_by_name(flags):
-    with pytest.raises(UsageError, match=REFUSED[flags]):
-        config_for(flags, 1)
-
-
-def test_flags_of_experts_go_with_a_mixtrals_directory():
-    """Only the directory says that it is one."""
-    config = parse("--init-from DIR --seq-len 8 --dp 2 --ep 2 --aux-loss 0.1".split())
-    of_directory = shape_of(config_of("--global-batch 4").model)
-    mixtral = resolve(with_shape(config, of_directory), 2)
-    assert (mixtral.mesh.ep, mixtral.model.aux_loss, mixtral.model.experts) == (2, 0.1, E)
-    with pytest.raises(UsageError, match="--ep 2 is for --model mixtral"):
-        resolve(with_shape(config, GPTConfig(VOCAB, 8, 16, 2, 2)), 2)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("before", "after"), [("--dp 2", "--dp 2 --zero-stage 3"), ("--pp 3", "--dp 2 --ep 2"), ("--cp 2 --tp 2", "--dp 2")]
-)
-def test_a_resumed_run_goes_on_with_the_same_flags(before, after, tmp_path):
-    whole = config_of(f"{after} --global-batch 4")
-    expected = on_each_rank(whole, TEXT, lambda trainer, results: (trainer.state_dict(), reports(results)))[0]
-    first = config_of(f"{before} --global-batch 4 --steps 1")
-    on_each_rank(first, TEXT, lambda trainer, results: trainer.save(tmp_path, 1))
-    rest = config_of(f"{after} --global-batch 4 --resume {tmp_path}")
-    state, later = on_each_rank(rest, TEXT, lambda trainer, results: (trainer.state_dict(), reports(results)))[0]
-    assert differences([state], later, ([expected[0]], expected[1][1:]), exact=False) == []

@@ -1,20 +1,25 @@
 """Claims about a checkpoint's files: what is not whole, or not ours, is refused by name before anything is loaded."""
 
+import hashlib
+import json
 import os
 import shutil
 
+import numpy as np
 import pytest
-from launcher import run_each, run_mpi
+from launcher import run_each
+from safetensors.numpy import load, save
 from training import bits, config_for, open_checkpoint, trainer_for
 
 from minipar.comm import run_local, serial
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import save_pretrained
-from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory
+from minipar.train.checkpoint import Checkpoint, checksum, prepare_directory
 from minipar.train.config import parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.lock import saving_alone
+from minipar.train.manifest import MOST_BYTES
 
 FLAGS = "--layers 1 --hidden 8 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --dtype float64"
 TOKENS = Tokens(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000], "a text", 256)
@@ -44,7 +49,7 @@ def copy(whole, tmp_path):
 
 def refused(folder, flags="", ranks=2):
     """The message of every rank's error; the trainer is not built yet, so nothing can have been loaded."""
-    config = config_for(f"{FLAGS} --resume {folder} {flags}", ranks)
+    config = config_for(f"{FLAGS} --resume {folder} {flags}", 1)
 
     def rank(comm):
         with pytest.raises(UsageError) as caught:
@@ -84,25 +89,35 @@ def replace_by(other):
 
 
 DAMAGE = {
-    "a bit flipped in the numbers": (lambda path: flip(path, -9), "corrupted"),
-    "a bit flipped in the header": (lambda path: flip(path, 20), "corrupted"),
-    "the last byte cut off": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes were written"),
-    "emptied": (lambda path: os.truncate(path, 0), "has 0 bytes, but"),
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "bytes were written"),
-    "gone": (lambda path: path.unlink(), "No such file or directory"),
-    "a link": (as_link, "is a link; expected a file"),
-    "a directory": (lambda path: (path.unlink(), path.mkdir()), "is not a file"),
-    "the same rank's of another step": (replace_by("step-00000001/rank-00001.safetensors"), "corrupted"),
+    "a bit flipped in the numbers": lambda path: flip(path, -9),
+    "a bit flipped in the header": lambda path: flip(path, 20),
+    "the last byte cut off": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "emptied": lambda path: os.truncate(path, 0),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "gone": lambda path: path.unlink(),
+    "a link": as_link,
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+    "the same rank's of another step": replace_by("step-00000001/rank-00001.safetensors"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_refused_by_name(damage, copy):
-    spoil, message = DAMAGE[damage]
-    spoil(copy / SECOND)
-    refusal = refused(copy)
-    assert str(copy / SECOND) in refusal and message.replace("bytes were", "were") in refusal
+    DAMAGE[damage](copy / SECOND)
+    assert str(copy / SECOND) in refused(copy)
     assert accepted(copy / "step-00000001").first_step == 1  # the one before is whole
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_each_file_is_checked_on_any_number_of_ranks(ranks, whole):
+    paths = sorted(whole.glob("step-00000002/rank-*.safetensors"))
+    assert len(paths) == 4
+    for path in paths:
+        flip(path, -1)
+        try:
+            assert str(path) in refused(whole, ranks=ranks)
+        finally:
+            flip(path, -1)
 
 
 def test_a_file_that_is_not_of_the_checkpoint_is_left_alone(copy):
@@ -111,72 +126,164 @@ def test_a_file_that_is_not_of_the_checkpoint_is_left_alone(copy):
 
 
 MANIFESTS = {
-    "cut in the middle": (lambda text: text[: len(text) // 2], "not JSON"),
-    "empty": (lambda text: b"", "not JSON"),
-    "not text": (lambda text: b"\xff\xfe\x00", "not JSON"),
-    "very deep": (lambda text: b"[" * 100_000, "not JSON"),
-    "a list": (lambda text: b"[]", "not a checkpoint of minipar"),
-    "another program's": (lambda text: b'{"metadata": {}, "weight_map": {}}', "not a checkpoint of minipar"),
-    "of a later version": (lambda text: text.replace(b'"version": 1', b'"version": 2'), "version 2 of the format"),
-    "with one digit changed": (lambda text: text.replace(b'"step": 2', b'"step": 1'), "checksum does not fit"),
-    "with one name changed": (lambda text: text.replace(b"ln_f.bias", b"ln_f.bjas", 1), "checksum does not fit"),
+    "cut in the middle": lambda text: text[: len(text) // 2],
+    "empty": lambda text: b"",
+    "not text": lambda text: b"\xff\xfe\x00",
+    "very deep": lambda text: b"[" * 100_000,
+    "a list": lambda text: b"[]",
+    "another program's": lambda text: b'{"metadata": {}, "weight_map": {}}',
+    "of a later version": lambda text: text.replace(b'"version": 1', b'"version": 2'),
+    "with one digit changed": lambda text: text.replace(b'"step": 2', b'"step": 1'),
+    "with one name changed": lambda text: text.replace(b"ln_f.bias", b"ln_f.bjas", 1),
+    "too large": lambda text: text + b" " * MOST_BYTES,
 }
 
 
 @pytest.mark.parametrize("damage", MANIFESTS)
 def test_a_damaged_manifest_is_refused_by_name(damage, copy):
-    change, message = MANIFESTS[damage]
     path = copy / "step-00000002" / "manifest.json"
-    assert change(path.read_bytes()) != path.read_bytes()
-    path.write_bytes(change(path.read_bytes()))
+    path.write_bytes(MANIFESTS[damage](path.read_bytes()))
     refusal = refused(copy)
-    assert refusal.startswith(f"{path}: ") and message in refusal and "\n" not in refusal
+    assert refusal.startswith(f"{path}") and "\n" not in refusal
+
+
+# ---- what somebody wrote on purpose, with a checksum that fits -------------------------------------------------------
+
+FIRST = "files.0.pieces.0"  # of wte.weight, whose shape is (256, 8)
+IMPOSSIBLE = {
+    "step": [-1, "2", 10**30],
+    "optimizer_steps": [3],
+    "skipped": [3],
+    "dtype": ["float32", "U5"],
+    "data": ["0" * 31],
+    "loss_scale": [[0.5, 0], [float("nan"), 0]],
+    "router_bias": [[[1.0]]],
+    "model": [None],
+    "model.n_layer": [10**8],
+    "model.n_embd": [16],
+    "model.n_head": [3],
+    "model.layer_norm_epsilon": [float("inf")],
+    "model.more": [1],
+    "parameters": [{}],
+    "parameters.wte\\weight": [[10**15]],
+    "history": [[]],
+    "history.0.step": [1],
+    "history.0.flags.--layers": [2],
+    "history.0.flags.--lr": [-1],
+    "history.0.flags.--betas": [[0.9]],
+    "history.0.flags.--reduction": ["x"],
+    "history.0.flags.--data": [5],
+    "files": [[]],
+    "files.1.name": ["../step-00000001/rank-00001.safetensors", "/etc/passwd", "rank-00000.safetensors"],
+    "files.0.bytes": [100],
+    "files.0.sha256": ["G" * 64],
+    "files.0.pieces": [[]],
+    f"{FIRST}.name": ["nothing"],
+    f"{FIRST}.start": [1],  # a gap
+    f"{FIRST}.stop": [10**15],
+    f"{FIRST}.cut": [None],
+    f"{FIRST}.cut.rank": [1],  # twice
+    f"{FIRST}.cut.dim": [7],
+}
+CASES = [(path, value) for path, values in IMPOSSIBLE.items() for value in values]
+
+
+def changed(manifest, path, value):
+    """Put a value at a place of a manifest: for "files.0.bytes", of its first file."""
+    *keys, last = (key.replace("\\", ".") for key in path.split("."))
+    place = manifest
+    for key in keys:
+        place = place[int(key) if isinstance(place, list) else key]
+    place[last] = value
+    return manifest
+
+
+def signed(manifest) -> bytes:
+    return json.dumps(manifest | {"checksum": checksum(manifest)}).encode()
+
+
+@pytest.mark.parametrize(("path", "value"), CASES)
+def test_a_value_that_cannot_be_is_refused_in_one_line(path, value, whole):
+    place = whole / "step-00000002"
+    manifest = json.loads((place / "manifest.json").read_text())
+    Checkpoint(place, signed(manifest))
+    with pytest.raises(UsageError) as caught:
+        Checkpoint(place, signed(changed(manifest, path, value)))
+    message = str(caught.value)
+    assert message.startswith(f"{place}/manifest.json: ") and "\n" not in message and len(message) < 1000
+
+
+def test_what_an_older_version_did_not_write_may_be_missing(whole):
+    place = whole / "step-00000002"
+    manifest = json.loads((place / "manifest.json").read_text())
+    for key in ("loss_scale", "router_bias", "skipped"):
+        del manifest[key]
+    assert Checkpoint(place, signed(manifest | {"a key of a later version": [None]})).step == 2
+
+
+KEY = "exp_avg/wte.weight"
+FORGED = {
+    "longer": lambda tensors: tensors | {KEY: np.zeros(tensors[KEY].size + 1)},
+    "2-D": lambda tensors: tensors | {KEY: tensors[KEY][None]},
+    "another dtype": lambda tensors: tensors | {KEY: tensors[KEY].astype(np.int64)},
+    "missing": lambda tensors: {"x" + key if key == KEY else key: tensors[key] for key in tensors},
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_file_without_what_the_manifest_says_is_refused(case, copy):
+    place = copy / "step-00000002"
+    path, manifest = place / "rank-00000.safetensors", json.loads((place / "manifest.json").read_text())
+    data = save(FORGED[case](load(path.read_bytes())))
+    path.write_bytes(data)
+    manifest["files"][0] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (place / "manifest.json").write_bytes(signed(manifest))
+    with pytest.raises(UsageError) as caught:
+        accepted(copy)
+    assert str(path) in str(caught.value) and KEY in str(caught.value)
 
 
 # ---- directories and flags -------------------------------------------------------------------------------------------
 
 
 def test_a_directory_without_a_checkpoint_is_refused_by_name(copy, tmp_path):
-    assert "No such file or directory" in refused(tmp_path / "nowhere")
+    newest = copy / "step-00000002"
+    assert f"{tmp_path}/nowhere" in refused(tmp_path / "nowhere")
     (tmp_path / "empty" / "step-00000007.partial").mkdir(parents=True)
-    assert f"--resume {tmp_path}/empty: no checkpoint in it" in refused(tmp_path / "empty")
-    (copy / "step-00000002" / "manifest.json").unlink()
-    assert refused(copy) == f"{copy}/step-00000002/manifest.json: No such file or directory"
-    shutil.rmtree(copy / "step-00000002")
-    (copy / "step-00000002").symlink_to(copy / "step-00000001")
-    assert refused(copy) == f"{copy}/step-00000002 is a link; expected a directory"
-    (copy / "step-00000002").unlink()
-    (copy / "step-00000002").write_text("")
-    assert refused(copy) == f"{copy}/step-00000002 is a file; expected a directory"
+    assert f"{tmp_path}/empty" in refused(tmp_path / "empty")
+    (newest / "manifest.json").unlink()
+    assert f"{newest}/manifest.json" in refused(copy)
+    shutil.rmtree(newest)
+    newest.symlink_to(copy / "step-00000001")
+    assert str(newest) in refused(copy)
+    newest.unlink()
+    newest.write_text("")
+    assert str(newest) in refused(copy)
 
 
-def test_a_manifest_that_is_a_link_is_refused(copy):
-    as_link(copy / "step-00000002" / "manifest.json")
-    assert refused(copy) == f"{copy}/step-00000002/manifest.json is a link; expected a file"
-
-
-DIFFERENT = {
-    "--seed 1": "written with --seed 0, but this run has --seed 1",
-    "--order sequential --betas 0.8 0.9": (
-        "written with --order random, --betas [0.9, 0.999], but this run has --order sequential, --betas [0.8, 0.9]"
-    ),
-    "--layers 2 --hidden 16": "written with --layers 1, --hidden 8, but this run has --layers 2, --hidden 16",
-    "--dtype float32": "written with --dtype float64, but this run has --dtype float32",
-    "--global-batch 8": "written with --global-batch 4, but this run has --global-batch 8",
-    "--steps 1": "step 2 is beyond --steps 1",
-}
-
-
-@pytest.mark.parametrize("flags", DIFFERENT)
-def test_another_run_is_refused_with_each_difference(flags, whole):
+@pytest.mark.parametrize(
+    ("flags", "then"),
+    [
+        ("--seed 1", ["--seed 0"]),
+        ("--order sequential --betas 0.8 0.9", ["--order random", "--betas [0.9, 0.999]"]),
+        ("--layers 2 --hidden 16", ["--layers 1", "--hidden 8"]),
+        ("--dtype float32", ["--dtype float64"]),
+        ("--global-batch 8", ["--global-batch 4"]),
+        ("--model llama --ffn 8", ["--model gpt2"]),
+        ("--pack 5", ["--pack None"]),
+        ("--steps 1", ["step 2"]),
+    ],
+)
+def test_another_run_is_refused_with_each_difference(flags, then, whole):
     refusal = refused(whole, flags)
-    assert refusal.startswith(f"{whole}/step-00000002/manifest.json: ") and DIFFERENT[flags] in refusal
+    assert f"{whole}/step-00000002/manifest.json" in refusal
+    assert all(each in refusal for each in then)
 
 
 def test_another_text_is_refused(whole, tmp_path):
     (tmp_path / "other.txt").write_text("another text" * 10)
     config = config_for(f"{FLAGS} --resume {whole}")
-    with pytest.raises(UsageError, match="written while training on another text than .*other.txt"):
+    with pytest.raises(UsageError, match="other.txt"):
         open_checkpoint(config, load_tokens(str(tmp_path / "other.txt"), vocab_size=256, seq_len=8), serial())
 
 
@@ -202,10 +309,10 @@ def test_a_checkpoint_keeps_positions_beyond_its_sequence(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="^--save .*file/x cannot be written: Not a directory"):
+    with pytest.raises(UsageError, match="--save .*file/x"):
         save_into(tmp_path / "file/x")
     for place in (tmp_path / "file/x", "/proc/self/fd"):  # in which even root makes no directory
-        with pytest.raises(UsageError, match=f"^--save {place} cannot be written: "):
+        with pytest.raises(UsageError, match=f"--save {place} "):
             prepare_directory(str(place), 2)
 
 
@@ -217,7 +324,7 @@ def test_a_checkpoint_cannot_be_saved_into_a_checkpoint(copy):
     (copy / "deep").symlink_to(copy / "best" / "deep")
     ways = ("step-00000002", "step-00000002/new", "best", "best/new/deep", "link/../best", "deep", "step-00000003")
     for inside in ways:
-        with pytest.raises(UsageError, match=f"^--save {copy}/{inside}: {copy}/.* is a checkpoint; save to"):
+        with pytest.raises(UsageError, match=f"--save {copy}/{inside}"):
             save_into(copy / inside)
     (copy / "best").rename(place)
     assert sorted(path.name for path in copy.iterdir()) == ["deep", "link", "step-00000001", "step-00000002"]
@@ -234,63 +341,20 @@ def test_only_a_checkpoints_own_files_are_ever_removed(tmp_path):
     (tmp_path / "outside" / "rank-00000.safetensors").write_text("")
     (tmp_path / "step-00000002.partial").symlink_to(tmp_path / "outside")
     prepare_directory(str(tmp_path), 0)
-    with pytest.raises(UsageError, match=r"step-00000001.partial holds files that are not a checkpoint's"):
+    with pytest.raises(UsageError, match="step-00000001.partial"):
         trainer_for(config_for(FLAGS), TOKENS).save(tmp_path, 1)
     assert len(list(kept.iterdir())) == 2 and len(list((tmp_path / "outside").iterdir())) == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--save-every 2", "--save-every 2 does nothing without --save DIR"),
-        ("--save d --save-every 0", "--save-every 0 is outside [1, inf)"),
-        ("--resume a --init-from b", "--resume and --init-from both say which weights to start from; give one of them"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(flags, message):
-    with pytest.raises(UsageError) as caught:
-        parse(flags.split())
-    assert str(caught.value) == message
-
-
-BAD_FLAGS = {
-    "--resume {run} --seed 3": "written with --seed 0, but this run has --seed 3",
-    "--resume {run}/step-00000002 --save {run}/step-00000002": "step-00000002 is a checkpoint; save to the directory",
-    "--save {run}": "holds a checkpoint of step 2, but this run starts at step 0",
-    "--resume {cut}": "rank-00001.safetensors has 100 bytes, but",
-}
-
-
-def test_under_mpirun_it_is_one_line_and_exit_code_2(copy, whole):
+def test_the_program_refuses_in_one_line_with_exit_code_2(copy):
     os.truncate(copy / SECOND, 100)
     text = copy.parent / "text.txt"
     text.write_bytes(TOKENS.ids.tobytes())
-    commands = [
-        f"minipar.train {FLAGS} --data {text} {flags.format(run=whole, cut=copy)}".split() for flags in BAD_FLAGS
-    ]
-    for result, message in zip(run_each(2, commands, 30), BAD_FLAGS.values(), strict=True):
+    command = f"minipar.train {FLAGS} --data {text}"
+    commands = [f"{command} {flag} {copy}".split() for flag in ("--resume", "--save")]
+    for result, value in zip(run_each(2, commands, 30), (SECOND, "step 2"), strict=True):
         assert result.returncode == 2 and result.stdout == ""
-        assert result.stderr.count("\n") == 1 and message in result.stderr
-
-
-def test_a_full_disk_on_one_rank_ends_every_rank_with_one_line(tmp_path):
-    """A real write that fails: rank 1 may not write files of more than 4 KiB."""
-    script = f"""
-import resource, sys
-from minipar.comm import main
-from minipar.train.__main__ import run
-
-sys.argv[1:] = {[*FLAGS.split(), "--save", str(tmp_path / "run")]!r}
-def limited(comm):
-    if comm.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    return run(comm)
-main(limited)
-"""
-    result = run_mpi(2, script, timeout=30)
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert result.stderr.count("\n") == 1 and "rank 1: " in result.stderr and "File too large" in result.stderr
-    assert not any((tmp_path / "run").glob("step-*[0-9]"))
+        assert result.stderr.count("\n") == 1 and value in result.stderr
 
 
 def test_a_checkpoint_is_read_without_ranks(whole):
@@ -301,32 +365,24 @@ def test_a_checkpoint_is_read_without_ranks(whole):
     assert (checkpoint.array("exp_avg_sq", "wte.weight") >= 0).all()
 
 
-def test_a_saved_checkpoint_leaves_no_file_open(tmp_path):
-    if not os.path.isdir("/dev/fd"):
-        pytest.skip("the system does not list open files")
-    trainer = trainer_for(config_for(FLAGS), TOKENS)
-    before = os.listdir("/dev/fd")
-    trainer.save(tmp_path, 1)
-    assert len(os.listdir("/dev/fd")) == len(before)
+def test_a_checkpoint_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    """Otherwise a power cut can leave the name with files that are empty."""
+    events, sync, rename = [], os.fsync, os.rename
 
+    def note_sync(descriptor):
+        events.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
 
-@pytest.mark.parametrize("kind", ["link", "file"])
-def test_a_checkpoint_that_is_no_directory_is_refused(kind, copy):
-    newest = copy / "step-00000003"
-    if kind == "link":
-        newest.symlink_to(copy / "step-00000002")
-    else:
-        newest.touch()
-    assert f"{newest} is a {kind}; expected a directory" in refused(copy)
+    def note_rename(old, new):
+        events.append("rename")
+        rename(old, new)
 
-
-def test_an_error_with_half_a_character_reaches_every_rank():
-    """As a path may have one whose name is in another encoding."""
-
-    def rank(comm):
-        with pytest.raises(UsageError) as caught, agreeing(comm, "--save"):
-            if comm.rank == 1:
-                raise UsageError("no directory a\udcff")
-        return str(caught.value)
-
-    assert run_local(2, rank) == ["no directory a\\udcff"] * 2
+    config = config_for(f"{FLAGS} --dp 2 --zero-stage 1")
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    run_local(2, lambda comm: trainer_for(config, TOKENS, comm).save(tmp_path, 1))
+    checkpoint = tmp_path / "step-00000001"
+    files = {path.stat().st_ino for path in checkpoint.iterdir()}
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    assert len(files) == 3 and files <= set(before[:-1])
+    assert before[-1] == checkpoint.stat().st_ino and after == [tmp_path.stat().st_ino]

@@ -1,4 +1,4 @@
-"""Claims about checkpoints that an earlier version of the code wrote: they still load, under any layout.
+"""Claims about a checkpoint that an earlier version wrote, recorded because nothing else shows that it still loads.
 
 recorded/checkpoint-v1 was written after 2 steps on dp 2 x tp 2 at ZeRO stage 1, when parameters had no placements yet.
 expected.json holds the first 16 hex digits of each array's SHA-256, and what one rank of that version reported as it
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "recorded" / "checkpoint-v1"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 FLAGS = "--layers 1 --hidden 12 --heads 2 --seq-len 8 --global-batch 4 --vocab-size 16 --weight-decay 0.1 --steps 4"
 TOKENS = load_tokens(str(FOLDER / "tokens.bin"), vocab_size=16, seq_len=8)
-LAYOUTS = ["", "--dp 4 --zero-stage 3", "--tp 2 --sequence-parallel --zero-stage 1", "--dp 2 --tp 2 --zero-stage 2"]
+LAYOUTS = ["", "--dp 4 --zero-stage 3", "--dp 2 --tp 2 --zero-stage 2 --sequence-parallel"]
 
 
 def digests(path):
@@ -30,10 +30,6 @@ def digests(path):
     names = [(kind, name) for kind in KINDS for name in checkpoint.shapes]
     arrays = {f"{kind}/{name}": checkpoint.array(kind, name) for kind, name in names}
     return {key: hashlib.sha256(array.tobytes()).hexdigest()[:16] for key, array in arrays.items()}
-
-
-def test_the_recorded_arrays_are_read_to_the_bit():
-    assert digests(FOLDER / "step-00000002") == EXPECTED["sha256"] and len(EXPECTED["sha256"]) == 3 * 16
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,4 +1,4 @@
-"""Claims about the Trainer on one device: it trains what a plain loop trains, with every flag that decides a step.
+"""Claims about the Trainer: it trains what a plain loop trains, with every flag that decides a step, in parallel too.
 
 `--verify` cannot see a flag that the Trainer ignores, because the Trainer is on both of its sides.
 """
@@ -13,19 +13,17 @@ from functools import cache
 import numpy as np
 import pytest
 from plain_loop import Recipe, train
-from training import bits, config_for, reports, trainer_for
+from training import bits, config_for, on_each_rank, reports, trainer_for
 
 from minipar.comm import serial
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import load_config, load_pretrained, save_pretrained
 from minipar.train import __main__ as program
-from minipar.train import trainer as trainer_module
 from minipar.train.config import with_shape
 from minipar.train.data import Tokens
-from minipar.train.settings import with_values
-from minipar.train.trainer import Trainer
 
 STEPS = 5
+BITS = "bit for bit"
 SHAPE = "--layers 2 --hidden 12 --heads 3 --vocab-size 11"
 START = GPTConfig(11, n_positions=16, n_embd=12, n_layer=2, n_head=3, layer_norm_epsilon=1e-2)  # of --init-from
 # So short that sequential samples wrap round it.
@@ -72,6 +70,13 @@ def covering():
     return choices
 
 
+PLAIN = {
+    "lr": 0.02, "lr_schedule": "cosine", "warmup_steps": 2, "betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.5,
+    "dropout": 0.2, "clip_grad": 0.1, "order": "random", "seed": 2**63 + 7, "global_batch": 12, "microbatches": 1,
+    "dtype": "float64", "recompute": "none", "init_from": False,
+}  # fmt: skip
+
+
 def command_line(choice, directory) -> str:
     words = [f"--seq-len 8 --steps {STEPS}", f"--init-from {directory}" if choice["init_from"] else SHAPE]
     for name, value in choice.items():
@@ -86,7 +91,7 @@ def configuration(choice, directory, more: str = ""):
     return with_shape(config, load_config(directory)) if choice["init_from"] else config
 
 
-def plain(choice, text=TEXT.ids):
+def plain_arrays(choice, text=TEXT.ids):
     """What the plain loop gives: (parameters, losses and norms). With --init-from too its model is made, not loaded."""
     options = {"dtype": choice["dtype"], "dropout": choice["dropout"], "recompute": choice["recompute"] == "full"}
     if choice["init_from"]:
@@ -94,16 +99,16 @@ def plain(choice, text=TEXT.ids):
         for name, values in start().items():
             dict(model.named_parameters())[name].data[...] = values
     else:
-        model = GPT(GPTConfig(11, 8, 12, 2, 3), seed=choice["seed"], **options)
+        model = GPT(GPTConfig(11, 8, 12, 2, choice.get("heads", 3)), seed=choice["seed"], **options)
     names = {field.name for field in dataclasses.fields(Recipe)} & set(choice)
     recipe = Recipe(steps=STEPS, seq_len=8, **{name: choice[name] for name in names})
     results = train(model, text, recipe)
-    return bits(model.state_dict()), results
+    return model.state_dict(), results
 
 
-@cache
-def expected(number):
-    return plain(covering()[number])
+def plain(choice, text=TEXT.ids):
+    state, results = plain_arrays(choice, text)
+    return bits(state), results
 
 
 @cache
@@ -119,9 +124,9 @@ def directory(tmp_path_factory):
     return folder
 
 
-def trained(config, kind=Trainer):
+def trained(config):
     """What the Trainer gives on one device: (parameters, losses and norms)."""
-    trainer = trainer_for(config, TEXT, kind=kind)
+    trainer = trainer_for(config, TEXT)
     results = reports(trainer.train())
     return bits(trainer.state_dict()), results
 
@@ -133,7 +138,7 @@ def test_the_choice_covers_every_pair_of_flags():
 
 @pytest.mark.parametrize("number", range(len(covering())))
 def test_the_trainer_is_the_plain_loop_bit_for_bit(number, directory):
-    assert trained(configuration(covering()[number], directory)) == expected(number)
+    assert trained(configuration(covering()[number], directory)) == plain(covering()[number])
 
 
 # ---- the rate after a resume -----------------------------------------------------------------------------------------
@@ -165,87 +170,32 @@ def test_a_resumed_run_is_the_plain_loop_too(choice, directory, tmp_path, withou
     assert resumed(choice, directory, tmp_path) == plain(choice)
 
 
-@pytest.mark.parametrize("choice", RESUMED, ids=["cosine", "warmup"])
-def test_a_rate_that_starts_again_after_a_resume_is_found(
-    choice, directory, tmp_path, monkeypatch, without_waiting_for_the_disk
-):
-    """The rate alone: AdamW's own count of steps is the checkpoint's."""
-    rate, calls = trainer_module.learning_rate, iter([0, 1, 2, 0, 1])
-    monkeypatch.setattr(trainer_module, "learning_rate", lambda step, **settings: rate(next(calls), **settings))
-    assert resumed(choice, directory, tmp_path) != plain(choice)
+# ---- in parallel -----------------------------------------------------------------------------------------------------
 
-
-# ---- flags that are ignored ------------------------------------------------------------------------------------------
-
-
-def ignores(**values) -> type[Trainer]:
-    """Return a Trainer for which these fields have these values whatever the flags are."""
-
-    class Ignores(Trainer):
-        def __init__(self, config, *others):
-            super().__init__(with_values(config, {name.replace("__", "."): v for name, v in values.items()}), *others)
-
-    return Ignores
-
-
-class WeightsOfSeed0(Trainer):
-    def __init__(self, config, *others):
-        super().__init__(with_values(config, {"run.seed": 0}), *others)
-        self.config, self.batches.seed = config, config.run.seed
-
-
-class TextOfSeed0(Trainer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.batches.seed = 0
-
-
-class MasksOfSeed0(Trainer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.config = with_values(self.config, {"run.seed": 0})
-
-
-class LoadsWithoutDropout(Trainer):
-    def __init__(self, config, *others):
-        lost = {} if config.model.init_from is None else {"optimizer.dropout": 0.0}
-        super().__init__(with_values(config, lost), *others)
-
-
-class BiasesDecay(Trainer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        for p in self.ddp.parameters():
-            p.decays = True
-
-
-IGNORED = {
-    "--lr": ignores(optimizer__lr=1e-3),
-    "--lr-schedule": ignores(optimizer__lr_schedule="constant"),
-    "--warmup-steps": ignores(optimizer__warmup_steps=0),
-    "--betas": ignores(optimizer__betas=(0.9, 0.999)),
-    "--eps": ignores(optimizer__eps=1e-8),
-    "--weight-decay": ignores(optimizer__weight_decay=0.01),
-    "--weight-decay of biases too": BiasesDecay,
-    "--dropout": ignores(optimizer__dropout=0.0),
-    "--dropout with --init-from": LoadsWithoutDropout,
-    "--clip-grad": ignores(optimizer__clip_grad=0.0),
-    "--order": ignores(data__order="random"),
-    "--seed": ignores(run__seed=0),
-    "--seed of the weights": WeightsOfSeed0,
-    "--seed of the text": TextOfSeed0,
-    "--seed of the masks": MasksOfSeed0,
-    "--microbatches": ignores(data__microbatches=1),
-    "--dtype": ignores(run__dtype="float32"),
-    "--init-from": ignores(model__init_from=None),
+PARALLEL = {
+    "--dp 3 --zero-stage 2 --clip-grad 0": BITS,
+    "--dp 2 --zero-stage 3 --microbatches 2 --recompute full --clip-grad 0": BITS,
+    "--dp 2 --tp 2 --sequence-parallel": "",
+    "--dp 2 --pp 2 --zero-stage 1 --microbatches 2": "",
+    "--dp 2 --cp 2 --dropout 0 --context-parallel all-gather": "",
 }
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("flag", IGNORED)
-def test_a_flag_that_the_trainer_ignores_is_found(flag, directory):
-    choices = enumerate(covering())
-    assert any(trained(configuration(c, directory), IGNORED[flag]) != expected(number) for number, c in choices)
+@pytest.mark.parametrize("flags", PARALLEL)
+def test_a_parallel_run_is_the_plain_loop_too(flags):
+    """Bit for bit where promised, else within 1e-12 of a parameter's largest value. A norm is added up by rank."""
+    config = config_for(f"{command_line(PLAIN, None)} --heads 2 --reduction ordered {flags}")
+    chosen = {"heads": 2, "replicas": config.mesh.dp, "microbatches": config.data.microbatches}
+    chosen["dropout"] = config.optimizer.dropout
+    chosen["clip_grad"] = config.optimizer.clip_grad
+    state, results = on_each_rank(config, TEXT, lambda trainer, steps: (trainer.state_dict(), reports(steps)))[0]
+    expected_state, expected_results = plain_arrays({**PLAIN, **chosen})
+    np.testing.assert_allclose(results, expected_results, rtol=1e-12)
+    if PARALLEL[flags] == BITS:
+        assert bits(state) == bits(expected_state)
+        assert [loss for loss, _ in results] == [loss for loss, _ in expected_results]
+    for name, array in expected_state.items():
+        np.testing.assert_allclose(state[name], array, rtol=0, atol=1e-12 * np.abs(array).max(), err_msg=name)
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------

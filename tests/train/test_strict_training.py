@@ -1,24 +1,23 @@
-"""Claims about the device: nothing crosses between host and device unasked, shown on an array that refuses as CuPy
-does.
+"""Claims about the device: nothing crosses to it or from it unasked, shown on an array that refuses as CuPy does.
 
 The same functions run on CuPy itself where a GPU is found (`-k cupy` shows which it was).
 """
 
 import ast
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import strict_array
-from training import config_for, on_each_rank, using
+from combinations import TEXT, config_of, equals_one_device
+from training import run_until, using
 
 import minipar
 from minipar import backend
 from minipar.comm import serial
 from minipar.nn import GPT, SGD, AdamW, GPTConfig, clip_grad_norm
-from minipar.train.data import load_tokens
-
-pytestmark = pytest.mark.sampled(3)
 
 CONFIG = GPTConfig(vocab_size=17, n_positions=8, n_embd=16, n_layer=2, n_head=2)
 RANDOM = np.random.Generator(np.random.Philox(8))
@@ -40,9 +39,11 @@ def serial_training(make_optimizer, recompute):
     return losses, model.state_dict()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("make_optimizer", [AdamW, lambda parameters: SGD(parameters, 0.1, 0.9, 0.01)])
+def with_momentum(parameters):
+    return SGD(parameters, 0.1, 0.9, 0.01)
+
+
+@pytest.mark.parametrize(("make_optimizer", "recompute"), [(AdamW, False), (with_momentum, True)])
 def test_the_serial_gpt_trains_on_a_device(device, make_optimizer, recompute):
     losses, state = serial_training(make_optimizer, recompute)
     assert all(type(array) is np.ndarray for array in state.values())
@@ -53,49 +54,50 @@ def test_the_serial_gpt_trains_on_a_device(device, make_optimizer, recompute):
         np.testing.assert_allclose(state[name], expected[name], rtol=1e-9, atol=1e-11)
 
 
-SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --microbatches 2 --dtype float64"
+LAYOUTS = [
+    "--dp 2 --zero-stage 2 --microbatches 2 --sync-every-microbatch --reduction ring --clip-grad 1",
+    "--dp 4 --zero-stage 3 --zero-replicas 2 --recompute full",
+    "--tp 2 --dp 2 --zero-stage 3 --sequence-parallel --dropout 0.1 --clip-grad 1",
+    "--model llama --tp 2 --cp 2 --zero-stage 1 --sequence-parallel",
+    "--model mixtral --experts 4 --dp 2 --ep 2 --zero-stage 1 --clip-grad 1",
+    "--pp 2 --dp 2 --schedule interleaved-1f1b --microbatches 2 --zero-stage 1 --recompute full",
+    "--pp 2 --dp 2 --schedule zb-h2 --microbatches 2 --zero-stage 2",
+    "--tp 2 --pp 2 --dp 2 --schedule zbv --microbatches 2 --zero-stage 3 --sequence-parallel --dropout 0.1",
+    "--tp 2 --pp 2 --dp 2 --schedule 1f1b --microbatches 2 --zero-stage 1 --sequence-parallel --clip-grad 1",
+]
 
 
-def data_parallel_training(flags):
-    """Each rank's losses and parameters."""
-    tokens = load_tokens(None, vocab_size=256, seq_len=8)
-    config = config_for(f"{SHAPE} --clip-grad 1 {flags}", 2)
-    return on_each_rank(config, tokens, lambda trainer, results: ([r.loss for r in results], trainer.state_dict()))
+@pytest.mark.parametrize("flags", LAYOUTS)
+def test_every_layout_trains_on_a_device_as_on_the_host(device, flags):
+    assert equals_one_device(flags, exact=False) == []
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--reduction ring",
-        "--reduction ordered",
-        "--zero-stage 1",
-        "--zero-stage 2 --reduction ordered",
-        "--zero-stage 2 --sync-every-microbatch",
-        "--zero-stage 3 --recompute full",
-        "--zero-stage 1 --zero-replicas 2",
-        "--zero-stage 3 --zero-replicas 2 --sync-every-microbatch",
-        "--zero-stage 3 --reduction ordered --sync-every-microbatch",
-        "--dtype bf16",
-        "--dtype fp16 --gradients fp16 --zero-stage 3",
-        "--dtype bf16 --reduce-dtype bf16 --zero-stage 1 --zero-replicas 2",
-    ],
-)
-def test_two_data_parallel_ranks_train_on_a_device(device, flags):
-    results = data_parallel_training(flags)
+@pytest.mark.parametrize("flags", ["--dtype bf16", "--dtype fp16 --gradients fp16 --zero-stage 3"])
+def test_two_bytes_train_on_a_device(device, flags):
+    state, reports = run_until(TEXT, config_of(f"--dp 2 {flags}"))
     with using(np):
-        expected_losses, expected = data_parallel_training(flags)[0]
-    assert len(expected) == 16
-    for rank, (losses, state) in enumerate(results):
-        np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
-        assert list(state) == (list(expected) if rank == 0 else [])
-    state = results[0][1]
+        expected, expected_reports = run_until(TEXT, config_of(f"--dp 2 {flags}"))
+    np.testing.assert_allclose(reports, expected_reports, rtol=1e-12)
     for name in expected:
         assert type(state[name]) is np.ndarray
         np.testing.assert_allclose(state[name], expected[name], rtol=1e-9, atol=1e-11)
 
 
-def test_the_stand_in_would_catch_a_forgotten_crossing():
+def test_device_arrays_are_resumed_under_another_layout(device, tmp_path):
+    before = "--dp 2 --tp 2 --pp 2 --microbatches 2 --zero-stage 1 --sequence-parallel --global-batch 8 --clip-grad 1"
+    after = "--dp 2 --pp 2 --schedule gpipe --microbatches 2 --zero-stage 3 --global-batch 8 --clip-grad 1"
+    whole, reports = run_until(TEXT, config_of(before))
+    run_until(TEXT, config_of(before), tmp_path, 1)
+    state, later = run_until(TEXT, config_of(f"{after} --resume {tmp_path}"))
+    np.testing.assert_allclose(later, reports[1:], rtol=1e-11)
+    for name, array in whole.items():
+        np.testing.assert_allclose(state[name], array, rtol=1e-8, atol=1e-11)
+
+
+# ---- what the array module has ---------------------------------------------------------------------------------------
+
+
+def test_a_forgotten_crossing_is_an_error():
     with using(strict_array):
         model = GPT(CONFIG)
         with pytest.raises(TypeError):
@@ -138,3 +140,22 @@ def test_one_rank_alone_copies_nothing_to_the_host(monkeypatch):
     with using(strict_array):
         comm, x = serial(), backend.xp.ones(5)
         assert comm.all_reduce(x) is comm.broadcast(x) is comm.all_reduce(x, async_op=True).wait() is x
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+def test_ranks_take_the_gpus_in_turns(gpus, monkeypatch):
+    used = []
+
+    class Device:
+        def __init__(self, number):
+            self.number = number
+
+        def use(self):
+            used.append(self.number)
+
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=lambda: gpus), Device=Device)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    with using(np):
+        for rank in range(4):
+            backend.use_device("cuda", rank)
+    assert used == [rank % gpus for rank in range(4)]

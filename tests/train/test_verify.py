@@ -1,94 +1,109 @@
-"""Claims about `--verify`: it sees each of these mistakes in every layout, dtype and step, and passes what is right."""
+"""Claims about `--verify`: it passes what is right in every layout and dtype, and sees each of these mistakes.
 
-import itertools
-import json
-import math
+tests/release/train/test_verify.py plants them in more layouts, dtypes and steps.
+"""
+
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from planted import MISTAKES, GradientTimes
-from training import bits, config_for, on_each_rank, ranks_of, run_until, trainer_for, verdicts, verified
+from combinations import TEXT, config_of
+from mistakes_in_training import MISTAKES, gradient_times, overriding
+from training import bits, ranks_of, run_until, trainer_for, verdicts, verified
 
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger
 from minipar.parallel.placement import Shard
-from minipar.train.data import Tokens
 from minipar.train.rounding import MOVED, ROUNDINGS, GradientCheck, quantities
 from minipar.train.trainer import Trainer
-from minipar.train.verify import Verifier, verify
+from minipar.train.verify import Verifier
 
-TEXT = Tokens(np.random.Generator(np.random.Philox(6)).integers(0, 61, 900).astype(np.uint8), "random text", 61)
-SHAPE = "--layers 4 --hidden 16 --heads 4 --seq-len 8 --vocab-size 61 --global-batch 8"
-LAYOUTS = [
-    "--dp 2",
-    "--dp 4 --zero-stage 1",
-    "--dp 2 --zero-stage 2 --microbatches 2 --sync-every-microbatch",
-    "--dp 4 --zero-stage 3 --reduction ordered",
-    "--dp 4 --zero-stage 2 --zero-replicas 2",
-    "--tp 2",
-    "--tp 2 --sequence-parallel --dp 2 --zero-stage 1",
-    "--cp 2",
-    "--cp 2 --context-parallel ulysses --tp 2",
-    "--pp 2 --microbatches 4 --clip-grad 0.1",
-    "--pp 2 --schedule zbv --microbatches 4 --tp 2 --dp 2",
-    "--model mixtral --experts 4 --dp 2 --ep 2",
+RUN = "--layers 4 --eps 1e-8 --global-batch 8"
+BITS, ROUNDING = "bit for bit", "within rounding"
+
+
+def verdict_of(flags, kind=Trainer):
+    """The verdict on a run, which every rank hears alike."""
+    found = {(verdict.passed, verdict.line) for verdict in verdicts(config_of(f"{RUN} {flags}"), TEXT, kind)}
+    assert len(found) == 1
+    return SimpleNamespace(**dict(zip(("passed", "line"), found.pop(), strict=True)))
+
+
+RIGHT = [
+    ("--dp 2 --dtype float32 --reduction ring", BITS),  # of two ranks, a + b = b + a
+    ("--dp 4 --reduction ring", ROUNDING),
+    ("--dp 3 --zero-stage 2 --global-batch 6 --dtype bf16", BITS),
+    ("--dp 4 --zero-stage 3 --microbatches 2 --sync-every-microbatch --clip-grad 0.1 --dtype float32", BITS),
+    ("--dp 4 --zero-stage 2 --zero-replicas 2 --dtype fp16", BITS),
+    ("--tp 2 --lr 0.1 --dtype float32", ROUNDING),
+    ("--tp 2 --sequence-parallel --dp 2 --zero-stage 1 --dtype bf16", ROUNDING),
+    ("--cp 2 --context-parallel ulysses --tp 2 --dtype fp16", ROUNDING),
+    ("--pp 2 --schedule zbv --microbatches 4 --tp 2 --dp 2 --dtype fp16", ROUNDING),
+    ("--pp 2 --microbatches 4 --dtype bf16 --gradients bf16", BITS),
+    ("--model mixtral --experts 4 --dp 2 --ep 2 --dtype float32", ROUNDING),
+    ("--model mixtral --cp 2 --top-k 1 --lr 0.03", ROUNDING),  # the router's gradient is zero but for rounding
+    ("--model llama --tp 4 --kv-heads 1 --dtype bf16", ROUNDING),
+    ("--tp 2 --reduction tree --vocab-size 16 --dtype float32", BITS),
 ]
-DTYPES = ["float64", "float32", "bf16", "fp16"]
-CASES = list(itertools.product(LAYOUTS, DTYPES, (1, 300)))
 
 
-@pytest.fixture(scope="module")
-def after_299_steps(tmp_path_factory):
-    """Return, for a dtype and the flags of a model, a directory with one device's checkpoint of step 299."""
-
-    @cache
-    def directory(dtype, model):
-        folder = tmp_path_factory.mktemp("trained")
-        run_until(TEXT, config_for(f"{SHAPE} {model} --dtype {dtype} --steps 300"), folder, stop=299)
-        return folder
-
-    return directory
+@pytest.mark.parametrize(("flags", "how"), RIGHT)
+def test_a_right_run_passes(flags, how):
+    verdict = verdict_of(f"{flags} --steps 3")
+    assert verdict.passed and how in verdict.line, verdict.line
 
 
-@pytest.mark.sampled(54)
-@pytest.mark.parametrize(("layout", "dtype", "step"), CASES)
-def test_every_mistake_fails_in_the_first_and_300th_step(layout, dtype, step, after_299_steps):
-    """In one step each, so a mistake need not add up; with the same checks the right run passes."""
-    flags = f"{SHAPE} {layout} --dtype {dtype} --steps {step}"
-    if step > 1:
-        model = "--model mixtral --experts 4" if "mixtral" in layout else ""
-        flags += f" --resume {after_299_steps(dtype, model)}"
-    for kind in (Trainer, *MISTAKES):
-        outcomes = {(verdict.passed, verdict.line) for verdict in verdicts(config_for(flags), TEXT, kind)}
-        assert len(outcomes) == 1, "every rank hears the same"
-        passed, line = outcomes.pop()
-        assert passed == (kind is Trainer), (kind, line)
-        assert passed or line.startswith(f"verify: FAILED: after step {step} of {step}: "), line
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("flags", ["--tp 2 --lr 0.1", "--cp 2 --model mixtral --experts 4 --top-k 1 --lr 0.03"])
-def test_the_bound_is_the_same_after_any_number_of_steps(flags):
-    """With large steps, in which a training amplifies rounding; the router's gradient is zero but for rounding."""
+def test_the_bound_is_the_same_after_any_number_of_steps():
+    """With large steps, in which a training amplifies rounding."""
     bounds = set()
     for steps in (1, 12):
-        verdict = verdicts(config_for(f"{SHAPE} {flags} --dtype float64 --steps {steps}"), TEXT)[0]
+        verdict = verdict_of(f"--tp 2 --lr 0.1 --steps {steps}")
         assert verdict.passed, verdict.line
         bounds.add(verdict.line.partition("bound ")[2].partition(";")[0])
     assert bounds == {f"{16 * 2**-52:.2g}"}
 
 
-# ---- what is compared ------------------------------------------------------------------------------------------------
+# ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def verdict_of(change, flags="--dp 2 --dtype float64 --steps 2", when=1):
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_seen_in_its_first_step(name):
+    flags, kind, step = MISTAKES[name]
+    verdict = verdict_of(f"{flags} --steps 2", kind)
+    assert not verdict.passed and f"after step {step} of 2" in verdict.line, verdict.line
+
+
+@pytest.mark.parametrize("layout", ["--dp 2 --zero-stage 3", "--tp 2", "--pp 2 --microbatches 4 --reduction ring"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bf16", "fp16"])
+def test_a_thousandth_is_seen_in_every_dtype(dtype, layout):
+    verdict = verdict_of(f"{layout} --dtype {dtype} --steps 1", gradient_times(1.001))
+    assert not verdict.passed and "h.1.mlp.c_fc.weight" in verdict.line, verdict.line
+
+
+def compute_in_two_bytes_alone(self, right, step):
+    """Queries' gradients are small: zeros are less than the roundings of all others. In float32 they are right."""
+    loss = right(step)
+    for p in self.ddp.parameters() if self.config.run.dtype != "float32" else ():
+        if "q_proj" in p.placement.name:
+            p.grad *= 0
+    return loss
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_in_two_bytes_rounding_is_measured_not_assumed(dtype):
+    kind = overriding("compute_gradient", compute_in_two_bytes_alone)
+    assert not verdict_of(f"--model llama --tp 2 --dtype {dtype}", kind).passed
+
+
+# ---- the state -------------------------------------------------------------------------------------------------------
+
+
+def changed(change, flags, when=1):
     """The verdict if every rank calls change(trainer) after this many checked steps."""
-    config = config_for(f"{SHAPE} {flags}")
+    config = config_of(f"{RUN} {flags}")
 
     def rank(comm):
         trainer = trainer_for(config, TEXT, comm)
@@ -108,265 +123,118 @@ def nudge(array):
     flat[0] = np.nextafter(flat[0], array.dtype.type(9))
 
 
-def nudge_each(array):
-    """Change each element by one unit in its last place: the next update's rounding hides that of some elements."""
-    array[...] = np.nextafter(array, array.dtype.type(9))
+STATE = {
+    "wte.weight": lambda trainer: nudge(trainer.optimizer.parameters[0].data),
+    "exp_avg of wte.weight": lambda trainer: nudge(trainer.optimizer.exp_avg[0]),
+    "exp_avg_sq of wte.weight": lambda trainer: nudge(trainer.optimizer.exp_avg_sq[0]),
+    "optimizer steps": lambda trainer: setattr(trainer.optimizer, "steps", 0),
+    "loss scale": lambda trainer: setattr(trainer.scaler, "scale", 7.0),
+    "skipped steps": lambda trainer: setattr(trainer.scaler, "skipped", 7),
+    "wpe.weight": lambda trainer: trainer.model.wpe.weight.data.fill(np.nan),
+}
 
 
-@pytest.mark.parametrize(("when", "change_values"), [(1, nudge_each), (2, nudge)])
-@pytest.mark.parametrize("what", ["parameter", "exp_avg", "exp_avg_sq"])
-def test_one_ulp_of_the_state_fails_after_any_step(what, when, change_values):
-    """Of a single element after the last step, when no further one could show it."""
-
-    def change(trainer):
-        optimizer = trainer.optimizer
-        change_values(optimizer.parameters[0].data if what == "parameter" else getattr(optimizer, what)[0])
-
-    verdict = verdict_of(change, when=when)
-    # From a changed moment the second step makes another parameter, which may be named first.
-    named = f"{what} of wte.weight is" if when == 2 else rf"({what}|parameter) of wte.weight( and 1 more are| is)"
-    assert not verdict.passed and re.search(f": {named} not bit for bit", verdict.line), verdict.line
-
-
-@pytest.mark.parametrize(
-    ("change", "flags", "name"),
-    [
-        (lambda trainer: setattr(trainer.optimizer, "steps", 0), "--dp 2", "optimizer steps is"),
-        (lambda trainer: setattr(trainer.scaler, "scale", 1.0), "--dp 2 --dtype fp16", "loss scale is"),
-        (lambda trainer: setattr(trainer.scaler, "skipped", 7), "--dp 2 --dtype fp16", "skipped steps is"),
-        (lambda trainer: nudge(trainer.moes[1].bias), "--dp 2 --model mixtral --router-bias 0.1", "bias of layer 1"),
-    ],
-)  # fmt: skip
-def test_what_else_a_step_changes_is_compared(change, flags, name):
-    verdict = verdict_of(change, f"{flags} --steps 1")
+@pytest.mark.parametrize("name", STATE)
+def test_one_ulp_of_the_state_fails_after_the_last_step(name):
+    """When no further step could show it."""
+    verdict = changed(STATE[name], "--dp 2 --steps 2", when=2)
     assert not verdict.passed and name in verdict.line, verdict.line
 
 
-class OtherWeights(Trainer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        nudge(self.optimizer.parameters[0].data)
+@pytest.mark.parametrize("layout", ["--dp 2 --zero-stage 3", "--tp 2"])
+def test_a_value_that_is_not_a_number_fails(layout):
+    def spoil(trainer):
+        trainer.optimizer.parameters[-1].data.reshape(-1)[-1:] = np.nan
+
+    assert not changed(spoil, f"{layout} --steps 1").passed
 
 
-def test_weights_that_differ_from_the_start_fail():
-    verdict = verdicts(config_for(f"{SHAPE} --dp 2 --steps 1"), TEXT, OtherWeights)[0]
-    assert verdict.line.startswith("verify: FAILED: after step 0 of 1: parameter of wte.weight is not bit for bit")
+def whole(trainer):
+    """A parameter that every rank of tp holds whole, which rank 0 is sent from itself alone."""
+    return next(p for p in trainer.ddp.parameters() if not isinstance(p.placement.tp, Shard))
 
 
-def test_tensor_ranks_that_hold_other_copies_fail():
-    """Rank 0 is sent its own copy of what every tp rank holds whole."""
-
-    def change(trainer):
-        if trainer.mesh.tp.rank == 1:
-            whole = next(p for p in trainer.ddp.parameters() if not isinstance(p.placement.tp, Shard))
-            nudge(whole.data)
-
-    verdict = verdict_of(change, "--tp 2 --steps 1")
-    assert verdict.line == "verify: FAILED: the ranks do not hold the same parameters or state as one another"
-
-
-class ZeroOnlyInTwoBytes(GradientTimes):
-    @property
-    def factor(self):
-        return 1.0 if self.config.run.dtype == "float32" else 0.0
+COPIES = [
+    ("--dp 2", lambda trainer: nudge(trainer.optimizer.parameters[-1].data)),
+    ("--dp 2", lambda trainer: nudge(trainer.optimizer.exp_avg[0])),
+    ("--dp 2 --dtype fp16", lambda trainer: nudge(trainer.optimizer.masters[-1])),
+    ("--dp 2 --dtype fp16", lambda trainer: setattr(trainer.scaler, "good_steps", 9)),
+    ("--dp 2 --zero-stage 1", lambda trainer: nudge(trainer.ddp.parameters()[0].data)),
+    ("--tp 2", lambda trainer: nudge(whole(trainer).data)),
+    ("--dp 4 --zero-stage 2 --zero-replicas 2", lambda trainer: nudge(trainer.optimizer.exp_avg[0])),
+    ("--dp 2 --model mixtral --router-bias 0.1", lambda trainer: nudge(trainer.moes[0].bias)),
+]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_mistake_that_float32_does_not_have_fails(dtype):
-    """The gradients that are computed again in float32 are right."""
-    flags = f"{SHAPE} --tp 2 --dtype {dtype} --steps 1"
-    verdict = verdicts(config_for(flags), TEXT, ZeroOnlyInTwoBytes)[0]
-    assert not verdict.passed and "after step 1 of 1: gradient of h.1.mlp.c_fc.weight" in verdict.line
-
-
-class NeverLeavesStep0(Trainer):
-    def train(self):
-        for _ in range(self.config.optimizer.steps):
-            yield self.step(0)
-
-
-class Backwards(Trainer):
-    def train(self):
-        for step in reversed(range(self.config.optimizer.steps)):
-            yield self.step(step)
-
-
-class LeavesOutTheLastStep(Trainer):
-    def train(self):
-        for step in range(self.config.optimizer.steps - 1):
-            yield self.step(step)
-
-
-@pytest.mark.parametrize("kind", [NeverLeavesStep0, Backwards, LeavesOutTheLastStep])
-@pytest.mark.parametrize("layout", ["--dp 2 --reduction ordered", "--tp 2"])
-def test_every_step_is_taken_in_its_turn(layout, kind):
-    verdict = verdicts(config_for(f"{SHAPE} {layout} --dtype float64 --steps 3"), TEXT, kind)[0]
-    assert not verdict.passed and ("was due" in verdict.line or "were due" in verdict.line), verdict.line
-
-
-class QueriesAreNeverTrainedInTwoBytes(Trainer):
-    """Queries' and keys' gradients are small: zeros are less than the roundings of all others."""
-
-    def compute_gradient(self, step):
-        loss = super().compute_gradient(step)
-        for p in self.ddp.parameters() if self.config.run.dtype != "float32" else ():
-            if "q_proj" in p.placement.name or "k_proj" in p.placement.name:
-                p.grad *= 0
-        return loss
-
-
-class ReportsATenthMore(Trainer):
-    def compute_gradient(self, step):
-        return super().compute_gradient(step) * (1.1 if self.config.run.dtype != "float32" else 1.0)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", [Trainer, QueriesAreNeverTrainedInTwoBytes, ReportsATenthMore])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_in_2_bytes_the_rounding_is_measured_not_assumed(dtype, kind):
-    config = config_for(f"{SHAPE} --model llama --tp 2 --dtype {dtype} --steps 2")
-    verdict = verdicts(config, TEXT, kind)[0]
-    assert verdict.passed == (kind is Trainer), verdict.line
-
-
-class ReportsTheNextNorm(Trainer):
-    def _clip_grad_norm(self, max_norm):
-        return math.nextafter(super()._clip_grad_norm(max_norm), math.inf)
-
-
-def test_a_norm_rounded_otherwise_is_not_bit_for_bit():
-    """Two ranks' sums have one device's bits in a ring, too, so all gradients are equal."""
-    config = config_for(f"{SHAPE} --dp 2 --dtype float64 --steps 2")
-    for kind, expected in ((Trainer, "2 ranks = 1 device, bit for bit"), (ReportsTheNextNorm, "within rounding")):
-        for verdict in verdicts(config, TEXT, kind):
-            assert verdict.passed and expected in verdict.line, verdict.line
-
-
-class MiscountsLoads(Trainer):
-    """Rank 0 counts three assignments for the wrong expert."""
-
-    def update(self, *args):
-        if self.mesh.world.rank == 0:
-            self.moes[0].load[:2] += [3, -3]
-        return super().update(*args)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", ["float64", "bf16"])
-def test_loads_of_experts_are_counts(dtype):
-    flags = f"{SHAPE} --model mixtral --experts 4 --dp 2 --ep 2 --router-bias 0.001 --dtype {dtype} --steps 1"
-    verdict = verdicts(config_for(flags), TEXT, MiscountsLoads)[0]
-    assert not verdict.passed and "loads: norm" in verdict.line, verdict.line
-
-
-@pytest.mark.parametrize(
-    ("change", "flags"),
-    [
-        (lambda trainer: nudge(trainer.optimizer.exp_avg[0]), "--dp 2"),
-        (lambda trainer: nudge(trainer.optimizer.exp_avg_sq[-1]), "--tp 2"),
-        (lambda trainer: nudge(trainer.moes[0].bias), "--dp 2 --model mixtral --router-bias 0.1"),
-        (lambda trainer: setattr(trainer.scaler, "good_steps", 9), "--dp 2 --dtype fp16"),
-    ],
-)
-def test_copies_of_the_state_on_other_ranks_are_compared(change, flags):
-    """Also those of the optimizer, which only a later step would show."""
-
-    def change_rank_1(trainer):
-        if trainer.mesh.world.rank == 1:
+@pytest.mark.parametrize(("flags", "change"), COPIES)
+def test_what_several_ranks_hold_is_compared(flags, change):
+    def change_the_last_rank(trainer):
+        if trainer.mesh.world.rank == trainer.mesh.world.size - 1:
             change(trainer)
 
-    verdict = verdict_of(change_rank_1, f"{flags} --steps 1")
-    assert verdict.line == "verify: FAILED: the ranks do not hold the same parameters or state as one another"
-
-
-class ReportsOtherCounts(Trainer):
-    def step(self, step):
-        return replace(super().step(step), **{self.field: 7})
+    verdict = changed(change_the_last_rank, f"{flags} --steps 1")
+    assert not verdict.passed and "the ranks do not hold the same" in verdict.line
 
 
 @pytest.mark.parametrize(
-    ("field", "flags", "words"),
-    [
-        ("dropped", "--model mixtral --capacity-factor 1", "experts dropped 7 assignments on the ranks"),
-        ("skipped", "--dtype fp16", "the ranks say that 7 steps were skipped"),
-    ],
+    ("field", "flags"), [("dropped", "--model mixtral --capacity-factor 1"), ("skipped", "--dtype fp16")]
 )
-def test_reported_counts_are_compared(field, flags, words):
-    kind = type("Kind", (ReportsOtherCounts,), {"field": field})
-    verdict = verdicts(config_for(f"{SHAPE} --dp 2 {flags} --steps 1"), TEXT, kind)[0]
-    assert not verdict.passed and words in verdict.line, verdict.line
+def test_reported_counts_are_compared(field, flags):
+    kind = overriding("step", lambda self, right, step: replace(right(step), **{field: 7}))
+    verdict = verdict_of(f"--dp 2 {flags} --steps 1", kind)
+    assert not verdict.passed and "7" in verdict.line, verdict.line
 
 
-def test_a_run_that_skips_every_step_proves_nothing(too_large_a_scale):
-    config = config_for(f"{SHAPE} --tp 2 --dtype fp16 --steps 3 --resume {too_large_a_scale}")
-    verdict = verdicts(config, TEXT)[0]
-    assert verdict.line == "verify: FAILED: all 2 steps were skipped, which proves nothing"
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+TURNS = {"never leaves step 0": [0, 0, 0], "backwards": [2, 1, 0], "leaves out the last": [0, 1]}
 
 
-# ---- steps that overflow ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("layout", ["--dp 2", "--tp 2"])
+def test_every_step_is_taken_in_its_turn(layout, turns):
+    kind = overriding("train", lambda self, right: map(self.step, TURNS[turns]))
+    assert not verdict_of(f"{layout} --steps 3", kind).passed
+
+
+def test_a_resumed_run_is_compared_with_one_that_never_stopped(tmp_path):
+    """Where one device can repeat it; else it is compared from the checkpoint on."""
+    run_until(TEXT, config_of(f"{RUN} --dp 2 --steps 4"), tmp_path, 2)
+    for flags, words in (("--dp 2 --pp 2", "never stopped"), ("--dp 4", "checkpoint"), ("--tp 2", "checkpoint")):
+        verdict = verdict_of(f"{flags} --steps 4 --resume {tmp_path}")
+        assert verdict.passed and words in verdict.line and "resumed after 2" in verdict.line, verdict.line
 
 
 @pytest.fixture(scope="module")
 def too_large_a_scale(tmp_path_factory):
     """A checkpoint in fp16 whose loss scale lets gradients overflow."""
     folder = tmp_path_factory.mktemp("overflows")
-    trainer = trainer_for(config_for(f"{SHAPE} --dtype fp16 --steps 1"), TEXT)
+    trainer = trainer_for(config_of(f"{RUN} --dtype fp16 --steps 1"), TEXT)
     trainer.step(0)
     trainer.scaler.scale = 2.0**26
     trainer.save(folder, 1)
     return folder
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", ["--dp 2 --reduction ordered", "--dp 4", "--tp 2"])
-def test_a_run_that_skips_steps_passes(layout, too_large_a_scale):
-    config = config_for(f"{SHAPE} {layout} --dtype fp16 --steps 12 --resume {too_large_a_scale}")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("layout", ["--dp 4 --reduction ring", "--tp 2"])
+def test_a_run_that_skips_steps_passes_unless_it_skips_all(layout, too_large_a_scale):
+    flags = f"{RUN} {layout} --dtype fp16 --resume {too_large_a_scale} --steps"
+    config = config_of(f"{flags} 12")
     results, verdict = run_local(ranks_of(config), lambda comm: verified(trainer_for(config, TEXT, comm)))[0]
     assert 0 < results[-1].skipped < 11 and verdict.passed, verdict.line
+    assert not verdicts(config_of(f"{flags} 3"), TEXT)[0].passed
 
 
-class OverflowsAlone(Trainer):
-    def compute_gradient(self, step):
-        loss = super().compute_gradient(step)
-        self.ddp.parameters()[0].grad.reshape(-1)[0] = np.inf
-        return loss
+def overflow_alone(self, right, step):
+    loss = right(step)
+    self.ddp.parameters()[0].grad.reshape(-1)[0] = np.inf
+    return loss
 
 
-@pytest.mark.parametrize("layout", ["--dp 2 --reduction ordered", "--tp 2"])
+@pytest.mark.parametrize("layout", ["--dp 2", "--tp 2"])
 def test_a_step_that_only_the_ranks_skip_fails(layout):
-    verdict = verdicts(config_for(f"{SHAPE} {layout} --dtype fp16 --steps 1"), TEXT, OverflowsAlone)[0]
-    assert not verdict.passed and ("not finite on the ranks" in verdict.line or "not bit for bit" in verdict.line)
-
-
-class Overflowing:
-    """One device whose gradient overflows if its loss scale is larger than `most`."""
-
-    def __init__(self, most):
-        self.most, self.scaler, self.moes = most, SimpleNamespace(scale=1.0), []
-        self.config = SimpleNamespace(run=SimpleNamespace(dtype="float64"))
-
-    def compute_gradient(self, step):
-        self.gradient = np.array([np.inf if self.scaler.scale > self.most else 2.0])
-        return 3.0
-
-    def state_dict(self, gradients):
-        return {"w": self.gradient}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "most", "words"),
-    [
-        (np.inf, 0.9, ""),
-        (np.inf, 1 + 2**-52, ""),
-        (np.inf, 1 + 2**-40, "a value is not finite on the ranks, but all are on one device"),
-        (2.0, 1 - 2**-52, ""),
-        (2.0, 0.9, "all values are finite on the ranks, but not on one device"),
-    ],
-)
-def test_an_overflow_is_one_devices_but_for_roundings(ranks, most, words):
-    check = GradientCheck(Overflowing(most), exact=False, loads=False)
-    assert check.problem(0, quantities(3.0, {"w": np.array([ranks])}, np.zeros(0))) == words
-    assert check.device.scaler.scale == 1.0
+    assert not verdict_of(f"{layout} --dtype fp16 --steps 1", overriding("compute_gradient", overflow_alone)).passed
 
 
 # ---- rounding --------------------------------------------------------------------------------------------------------
@@ -377,9 +245,8 @@ class Device(SimpleNamespace):
 
     def __init__(self, gradient, value=1.0):
         parameter = SimpleNamespace(data=np.array([value, 2.0]), dtype="float64")
-        config = SimpleNamespace(run=SimpleNamespace(dtype="float64"))
         super().__init__(
-            config=config,
+            config=SimpleNamespace(run=SimpleNamespace(dtype="float64")),
             scaler=SimpleNamespace(scale=1.0),
             moes=[],
             gradient=gradient,
@@ -398,17 +265,16 @@ def problem(gradient, difference, exact=False):
     device = Device(gradient)
     ranks = quantities(3.0, device.state_dict(True), np.zeros(0))
     ranks["gradient of w"] = ranks["gradient of w"] + np.array([difference, 0.0])
-    check = GradientCheck(device, exact=exact, loads=False)
-    return check.problem(0, ranks), check
+    return GradientCheck(device, exact=exact, loads=False).problem(0, ranks)
 
 
 def test_roundings_of_a_gradients_norm_are_allowed_and_no_more():
     scale = (5**0.5 * (1 + 1 / ROUNDINGS)) * 2**-52
-    assert problem(np.copy, 0.9 * ROUNDINGS * scale)[0] == ""
-    text, check = problem(np.copy, 1.1 * MOVED * ROUNDINGS * scale)
-    assert text.startswith("gradient of w: norm ") and "rounding explains" in text
-    assert problem(np.copy, 2.0**-52, exact=True)[0].startswith("gradient of w is not bit for bit")
-    assert (check.compared, check.rounded, check.explained) == (3, 1, 1)
+    assert problem(np.copy, 0.9 * ROUNDINGS * scale) == ""
+    assert "gradient of w" in problem(np.copy, 1.1 * MOVED * ROUNDINGS * scale)
+    assert "gradient of w" in problem(np.copy, 2.0**-52, exact=True)
+    assert problem(np.zeros_like, 1e-20) == "" and problem(np.zeros_like, 1e-15) != ""
+    assert problem(np.copy, np.nan) != ""
 
 
 def test_what_moved_parameters_explain_is_allowed():
@@ -417,25 +283,9 @@ def test_what_moved_parameters_explain_is_allowed():
     def cancels(values):
         return (values - [1 - 1e-6, 2.0]) * 1e3
 
-    assert problem(np.copy, 1e-12)[0] != ""
-    text, check = problem(cancels, 1e-12)
-    assert text == "" and check.explained == 1
-    assert problem(cancels, 1e-8)[0] != ""
-
-
-def test_a_gradient_that_is_zero_but_for_rounding_is_allowed():
-    assert problem(np.zeros_like, 1e-20)[0] == "" and problem(np.zeros_like, 1e-15)[0] != ""
-
-
-def test_a_proof_says_how_much_was_found_and_explained():
-    text, check = problem(lambda values: (values - [1 - 1e-6, 2.0]) * 1e3, 1e-12)
-    assert text == "", "what is explained is no part of the largest difference"
-    assert check.found() == "0 of their norm, bound 3.6e-15, but for 1 of 3 whose condition explains more"
-    _, check = problem(np.copy, 2.0**-52)
-    assert re.fullmatch(r"[\d.e-]+ of their norm \(w, step 1\), bound 3.6e-15", check.found())
-    check.sharper = check.device
-    assert check.found().endswith("(w, step 1), bound 4 times the rounding")
-    assert problem(np.copy, 0.0)[1].found() == "0 of their norm, bound 3.6e-15"
+    assert problem(np.copy, 1e-12) != ""
+    assert problem(cancels, 1e-12) == ""
+    assert problem(cancels, 1e-8) != ""
 
 
 def test_what_exceeds_its_limit_most_is_named_first():
@@ -444,40 +294,15 @@ def test_what_exceeds_its_limit_most_is_named_first():
     ranks["gradient of w"] = ranks["gradient of w"] * (1 + 1e-9)
     ranks["gradient of other"] = ranks["gradient of other"] * (1 + 1e-6)
     text = GradientCheck(device, exact=False, loads=False).problem(0, ranks)
-    assert text.startswith(
-        "gradient of other (and 1 more): norm 0.001 on the ranks, 0.001 on one device; they differ by 1e-09"
-    )
-
-
-class Routing(Device):
-    """One device of which a token goes to another expert if its parameter is moved."""
-
-    def __init__(self, tp):
-        super().__init__(np.copy)
-        self.layout = SimpleNamespace(tp=tp, cp=1)
-
-    def compute_gradient(self, step):
-        is_moved = self.optimizer.parameters[0].data[0] != 1.0
-        self.moes = [SimpleNamespace(load=np.array([5, 3]) if is_moved else np.array([4, 4]), dropped=0)]
-        return 3.0
-
-
-@pytest.mark.parametrize(("tp", "explained"), [(1, 0), (2, 2)])
-def test_loads_may_differ_only_where_a_layer_is_split(tp, explained):
-    """By twice what moved parameters change, if a layer is split over ranks; else one device sums in the same order."""
-    for moved in range(5):
-        ranks = quantities(3.0, Device(np.copy).state_dict(True), np.array([[4 + moved, 4 - moved, 0]]))
-        text = GradientCheck(Routing(tp), exact=False, loads=True).problem(0, ranks)
-        assert text.startswith("loads: norm") == (moved > explained), text
+    assert re.match(r"gradient of other .*0\.001.*1e-09", text), text
 
 
 # ---- what --verify leaves alone --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flags", ["--tp 2 --dp 2 --dtype bf16", "--pp 2 --microbatches 2 --zero-stage 1 --dp 2"])
 def test_a_verified_run_has_the_bits_bytes_and_memory_of_another(flags):
-    config = config_for(f"{SHAPE} {flags} --steps 3")
+    config = config_of(f"{RUN} {flags}")
 
     def rank(comm, verifying):
         ledger = MemoryLedger()
@@ -498,10 +323,3 @@ def test_a_verified_run_has_the_bits_bytes_and_memory_of_another(flags):
 
     plain, checked = (run_local(4, rank, verifying, clock="model") for verifying in (False, True))
     assert plain == checked
-
-
-def test_verify_takes_the_steps_that_are_left():
-    config = config_for(f"{SHAPE} --dp 2 --steps 2")
-    lines = on_each_rank(config, TEXT, lambda trainer, results: json.dumps(len(results)))
-    assert lines == ["2", "2"]
-    assert "in each of 2 steps" in run_local(2, lambda comm: verify(trainer_for(config, TEXT, comm)))[0].line

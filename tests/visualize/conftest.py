@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from visualize import style
-
 
 @pytest.fixture
 def write(tmp_path):
@@ -16,15 +14,3 @@ def write(tmp_path):
         return str(tmp_path / name)
 
     return write
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """Collect the pictures that the command saves, which are written nowhere."""
-    figures = []
-
-    def save(figure, path):
-        figures.append(figure)
-
-    monkeypatch.setattr(style, "save", save)
-    return figures

@@ -1,5 +1,5 @@
 // The checker of schedules in JavaScript: minipar/parallel/pipeline/check.py. An error has the words of Python's, and
-// the wrong action where it names one. tests/test_editor.py compares all words and reports.
+// the wrong action where it names one. tests/release/pages/test_editor.py compares all words and reports.
 
 import { COMPUTE, act, actionText, computes, halvesOf, needs, peakLive, simulate, survey } from "./actions.js";
 import { otherEnd, refuseCircles } from "./in_order.js";

@@ -1,5 +1,5 @@
 // Schedules as text, in JavaScript: PyTorch's CSV of minipar/parallel/pipeline/schedule_file.py, and parse_action of
-// actions.py. tests/test_editor.py compares every list, every written text and every message of an error.
+// actions.py. tests/release/pages/test_editor.py compares every list, every written text and every message of an error.
 
 import { COMPUTE, MESSAGES, PAIR, act, actionText, computes, paired, simulate } from "./actions.js";
 

@@ -1,5 +1,5 @@
 // The graders of the exercises on schedules, in JavaScript: e10, e11 and e26 of chapters/exercises/graders, for one p
-// and one m. tests/test_editor.py compares their words.
+// and one m. tests/release/pages/test_editor.py compares their words.
 
 import { halvesOf, peakLive, simulate, survey } from "./actions.js";
 import { check } from "./check.js";

@@ -1,6 +1,6 @@
 // The critical path of a schedule: a chain of actions, of which each begins when the one before it has ended, or when
 // its result has arrived. It reaches from time 0 to the end, so the lists cannot run in less time.
-// tests/test_editor.py checks that on random schedules, and compares with the chain of chapter 7.
+// tests/release/pages/test_editor.py checks that on random schedules, and compares with the chain of chapter 7.
 
 import { actionText, halvesOf, needs, survey } from "./actions.js";
 

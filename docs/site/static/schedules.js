@@ -1,5 +1,5 @@
 // Pipeline schedules in JavaScript: minipar/parallel/pipeline/schedules.py.
-// tests/test_explorers.py compares every list, start, end, bubble and peak with Python's.
+// tests/release/pages/test_explorers.py compares every list, start, end, bubble and peak with Python's.
 
 import { act, measure, paired } from "./actions.js";
 

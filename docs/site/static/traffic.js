@@ -1,5 +1,5 @@
 // Bytes that a rank of a layout sends in a step, by axis, and holds: minipar/plan/rank_bytes.py in JavaScript, for a
-// framework with Megatron-LM's habits. tests/test_explorers.py compares it with Python.
+// framework with Megatron-LM's habits. tests/release/pages/test_explorers.py compares it with Python.
 //
 // A setting s has a model (models.js), T tokens in a sequence, dp, tp, pp, cp, ep, context (ring, all-gather, ulysses),
 // a schedule with v stages per rank, b samples in a microbatch, m microbatches, zero, recompute, attention, precision.

@@ -11,8 +11,7 @@ from minipar.nn import SGD, AdamW, LayerNorm, Module
 from minipar.parallel.pipeline.module import PipelineModule
 from minipar.parallel.zero_optimizer import ZeroOptimizer
 
-DRAW = np.random.Generator(np.random.Philox(51)).standard_normal
-LAYOUTS = [{}, {"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 3}, {"dp": 2, "tp": 2, "pp": 2}, {"dp": 2, "tp": 3}]
+LAYOUTS = [{}, {"dp": 3}, {"pp": 2}, {"dp": 2, "tp": 3}, {"dp": 2, "tp": 2, "pp": 2}]
 STEPS = 4
 
 
@@ -39,12 +38,10 @@ def batch(step, mesh):
     return x[mesh.dp.rank :: mesh.dp.size], y[mesh.dp.rank :: mesh.dp.size]
 
 
-def make(comm, axes, optimizer=AdamW, plain=False, **options):
+def make(comm, axes, optimizer=AdamW, **options):
     mesh = DeviceMesh(comm, **axes)
     stages = [lambda mesh, i=i: Stage(mesh, i) for i in range(2)]
     model = PipelineModule(stages, mesh, num_microbatches=2)
-    if plain:
-        return mesh, model, optimizer(model.parameters(), **options)
     return mesh, model, ZeroOptimizer(model.parameters(), optimizer, mesh.dp, **options)
 
 
@@ -52,11 +49,11 @@ def size_of(axes):
     return int(np.prod(list(axes.values()), initial=1))
 
 
-def run(comm, axes, max_norm=None, steps=range(STEPS), plain=False):
+def run(comm, axes, max_norm=None):
     """Train; return each step's norm and the whole state."""
-    mesh, model, optimizer = make(comm, axes, SGD, plain, lr=0.1)
+    mesh, model, optimizer = make(comm, axes, SGD, lr=0.1)
     norms = []
-    for step in steps:
+    for step in range(STEPS):
         model(*batch(step, mesh))
         norms.append(model.clip_grad_norm(max_norm))
         optimizer.step()
@@ -74,76 +71,16 @@ def close(state, expected):
         np.testing.assert_allclose(state[name], array, rtol=1e-11, atol=1e-13, err_msg=name)
 
 
-def test_the_norm_is_that_of_all_parameters_gradients():
-    def rank(comm):
-        mesh, model, optimizer = make(comm, {}, SGD, plain=True, lr=0.1)
-        model(*batch(0, mesh))
-        gradient = np.concatenate([p.grad.reshape(-1) for p in model.parameters()])
-        before = gradient.copy()
-        norm = model.clip_grad_norm(None)
-        assert np.array_equal(np.concatenate([p.grad.reshape(-1) for p in model.parameters()]), before)
-        model.clip_grad_norm(norm / 4)
-        after = np.concatenate([p.grad.reshape(-1) for p in model.parameters()])
-        return norm, np.linalg.norm(gradient), np.linalg.norm(after)
-
-    ((norm, expected, clipped),) = run_local(1, rank)
-    assert norm == pytest.approx(expected, rel=1e-14) and clipped == pytest.approx(norm / 4, rel=1e-5)
-
-
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("max_norm", [None, 0.05])
-@pytest.mark.parametrize("axes", LAYOUTS)
+@pytest.mark.parametrize("axes", LAYOUTS[1:])
 def test_clipping_trains_what_one_device_trains(axes, max_norm):
     norms, state = one_device(max_norm)
+    assert max_norm is None or min(norms) > max_norm
     everyone = run_local(size_of(axes), run, axes, max_norm)
     assert all(own == everyone[0][0] for own, _ in everyone)  # the same bits on every rank
     np.testing.assert_allclose(everyone[0][0], norms, rtol=1e-11)
     close(everyone[0][1], state)
     assert [other for _, other in everyone[1:]] == [{}] * (len(everyone) - 1)
-
-
-@pytest.mark.parametrize("axes", [{}, {"pp": 2}, {"tp": 2}])
-def test_without_replicas_a_plain_optimizer_clips_too(axes):
-    norms, state = one_device(0.05)
-    everyone = run_local(size_of(axes), run, axes, 0.05, plain=True)
-    np.testing.assert_allclose(everyone[0][0], norms, rtol=1e-11)
-    close(everyone[0][1], state)
-
-
-def test_clipping_is_seen_to_change_the_training():
-    assert one_device(None)[1]["stage0.up.weight"].tobytes() != one_device(0.05)[1]["stage0.up.weight"].tobytes()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_clipping_before_there_is_a_gradient_is_refused(ranks):
-    def rank(comm):
-        _, model, _ = make(comm, {"dp": ranks}, lr=0.1)
-        with pytest.raises(RuntimeError, match="without gradients"):
-            model.clip_grad_norm(1.0)
-
-    run_local(ranks, rank)
-
-
-def test_a_backward_after_clipping_is_refused():
-    def rank(comm):
-        mesh, model, _ = make(comm, {"dp": 2}, lr=0.1)
-        model(*batch(0, mesh))
-        model.clip_grad_norm(1.0)
-        with pytest.raises(RuntimeError, match="clip after the last backward of a step"):
-            model(*batch(1, mesh))
-
-    run_local(2, rank)
-
-
-def test_clipping_replicas_that_nobody_sums_is_refused():
-    def rank(comm):
-        mesh = DeviceMesh(comm, dp=2)
-        model = PipelineModule([lambda mesh: Stage(mesh, 0)], mesh, num_microbatches=2)
-        model(*batch(0, mesh))
-        with pytest.raises(ValueError, match="not summed over its 2 data-parallel replicas: write ZeroOptimizer"):
-            model.clip_grad_norm(1.0)
-
-    run_local(2, rank)
 
 
 # ---- saved and resumed -----------------------------------------------------------------------------------------------
@@ -157,20 +94,20 @@ def train(mesh, model, optimizer, steps):
         optimizer.zero_grad()
 
 
-def whole_run(comm, axes, plain=False):
-    mesh, model, optimizer = make(comm, axes, plain=plain, lr=0.1)
+def whole_run(comm, axes):
+    mesh, model, optimizer = make(comm, axes, lr=0.1)
     train(mesh, model, optimizer, range(STEPS))
     return bits(model.state_dict())
 
 
-def first_half(comm, axes, plain=False):
-    mesh, model, optimizer = make(comm, axes, plain=plain, lr=0.1)
+def first_half(comm, axes):
+    mesh, model, optimizer = make(comm, axes, lr=0.1)
     train(mesh, model, optimizer, range(STEPS // 2))
     return model.state_dict(), optimizer.state_dict()
 
 
-def second_half(comm, axes, state, optimizer_states, plain=False):
-    mesh, model, optimizer = make(comm, axes, plain=plain, lr=0.7)
+def second_half(comm, axes, state, optimizer_states):
+    mesh, model, optimizer = make(comm, axes, lr=0.7)
     model.load_state_dict(state)
     if optimizer_states is not None:
         optimizer.load_state_dict(optimizer_states[comm.rank])
@@ -178,18 +115,14 @@ def second_half(comm, axes, state, optimizer_states, plain=False):
     return bits(model.state_dict())
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("axes", LAYOUTS)
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(axes, plain):
-    if plain and "dp" in axes:
-        return  # refused
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(axes):
     size = size_of(axes)
-    halves = run_local(size, first_half, axes, plain)
+    halves = run_local(size, first_half, axes)
     state, optimizer_states = halves[0][0], [optimizer for _, optimizer in halves]
-    expected = run_local(size, whole_run, axes, plain)[0]
-    assert run_local(size, second_half, axes, state, optimizer_states, plain)[0] == expected
-    assert run_local(size, second_half, axes, state, None, plain)[0] != expected
+    expected = run_local(size, whole_run, axes)[0]
+    assert run_local(size, second_half, axes, state, optimizer_states)[0] == expected
+    assert run_local(size, second_half, axes, state, None)[0] != expected
 
 
 @pytest.mark.parametrize("axes", LAYOUTS)
@@ -210,18 +143,15 @@ def test_parameters_load_in_every_layout(axes):
 
 
 MISTAKES = {
-    "missing": (lambda state: state.pop("stage1.norm.bias"), "missing stage1.norm.bias"),
-    "unexpected": (lambda state: state.update({"stage2.x": np.ones(1)}), "unexpected stage2.x"),
-    "of a stage": (lambda state: state.update({"stage1.x": np.ones(1)}), "unexpected stage1.x"),
-    "shape": (
-        lambda state: state.update({"stage0.up.weight": np.ones((4, 3))}),
-        r"stage0.up.weight has shape \(4, 3\), expected \(4, 6\)",
-    ),
+    "missing": (lambda state: state.pop("stage1.norm.bias"), "stage1.norm.bias"),
+    "unexpected": (lambda state: state.update({"stage2.x": np.ones(1)}), "stage2.x"),
+    "of a stage": (lambda state: state.update({"stage1.x": np.ones(1)}), "stage1.x"),
+    "shape": (lambda state: state.update({"stage0.up.weight": np.ones((4, 3))}), r"\(4, 3\)"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("axes", LAYOUTS)
+@pytest.mark.parametrize("axes", [{}, {"dp": 2, "tp": 2, "pp": 2}])
 def test_another_models_state_is_refused_on_every_rank(axes, mistake):
     change, says = MISTAKES[mistake]
 
@@ -235,16 +165,3 @@ def test_another_models_state_is_refused_on_every_rank(axes, mistake):
     state = run_local(1, lambda comm: make(comm, {})[1].state_dict())[0]
     change(state)
     run_local(size_of(axes), rank)
-
-
-def test_another_ranks_optimizer_state_is_refused():
-    def rank(comm, states):
-        optimizer = make(comm, {"dp": 2, "tp": 2})[2]
-        if states is None:
-            return optimizer.state_dict()
-        with pytest.raises(ValueError, match="this rank's optimizer holds .* in the same layout|state of . parameters"):
-            optimizer.load_state_dict(states[(comm.rank + 1) % 4])
-        optimizer.load_state_dict(states[comm.rank])
-        return None
-
-    run_local(4, rank, run_local(4, rank, None))

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minipar.autograd import Function, Tensor
+from minipar.autograd import Tensor
 from minipar.comm import run_local, wire_bytes
 from minipar.parallel.tensor.layers import Border
 from minipar.parallel.tensor.mappings import TensorGroup, all_gather, copy_to, reduce_from, reduce_scatter
 
-SIZES = [1, 2, 3, 4, 5, 8]
+SIZES = [1, 2, 3, 8]
 REDUCTIONS = ["ring", "ordered"]
 GATHER = {"ring": "ring", "ordered": "pairwise"}
 
@@ -40,17 +40,6 @@ def joined(arrays, dim):
 
 def summed_parts(arrays, dim):
     return parts(summed(arrays, dim), dim)
-
-
-class KeepsItsOwnPart(Function):
-    """A mistake: an all-gather whose backward keeps this rank's part and sums nothing."""
-
-    def forward(self, x, group, dim):
-        self.group, self.dim = group, dim
-        return group.gather(x, dim)
-
-    def backward(self, grad):
-        return self.group.part(grad, self.dim), None, None
 
 
 @dataclass(frozen=True)
@@ -159,20 +148,6 @@ def test_backward_is_the_adjoint_of_forward(name, size):
     assert forward == pytest.approx(backward, rel=1e-12)
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("copy_to", lambda x, group, dim: x),  # the all-reduce in backward forgotten
-        ("all_gather", KeepsItsOwnPart.apply),  # used differently by each, but backward takes its own part only
-    ],
-)
-def test_a_backward_that_is_not_the_adjoint_is_caught(name, wrong, size, monkeypatch):
-    monkeypatch.setitem(MAPPINGS, name, Mapping(**{**vars(MAPPINGS[name]), "apply": wrong}))
-    forward, backward = adjointness(name, size)
-    assert forward != pytest.approx(backward, rel=1e-3)
-
-
 def wire(op, reduction, n, size, rank):
     algorithm = GATHER[reduction] if op == "all_gather" else reduction
     return wire_bytes(op, algorithm, n, 8, size, rank)
@@ -192,10 +167,10 @@ def test_the_bytes_are_those_of_the_table(name, size, reduction):
             assert expected * size == (0 if op is None else 8 * n * (size - 1) * (2 if op == "all_reduce" else 1))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("name", ["copy_to", "reduce_from"])
-@pytest.mark.parametrize("whole", [(1, 1, 7), (1, 1, 1), (3, 1, 11)])
+@pytest.mark.parametrize(
+    ("size", "reduction", "whole"), [(2, "ring", (1, 1, 7)), (8, "ring", (1, 1, 1)), (5, "ordered", (3, 1, 11))]
+)
 def test_whole_arrays_may_have_any_size(name, size, reduction, whole):
     mapping, inputs, gradients, results = case(name, size, 1, reduction, whole)
     for rank, (y, dx, *sent) in enumerate(results):
@@ -204,8 +179,7 @@ def test_whole_arrays_may_have_any_size(name, size, reduction, whole):
         assert sum(sum(counted.values()) for counted in sent) == wire("all_reduce", reduction, y.size, size, rank)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize(("size", "reduction"), [(1, "ring"), (3, "ring"), (2, "ordered")])
 def test_enter_and_leave_are_these_mappings(size, reduction):
     """A border's enter and leave are what the layers use, with and without sequence parallelism."""
     part, whole = (2, 4, 3), (2, 4 * size, 3)
@@ -225,21 +199,9 @@ def test_enter_and_leave_are_these_mappings(size, reduction):
             assert sum(sum(s.values()) for s in sent) <= sum(sum(s.values()) for s in other_sent)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_part_and_its_gathering_undo_one_another(size):
-    def rank(comm):
-        group = TensorGroup(comm)
-        x = np.arange(6.0 * size).reshape(2, size, 3)
-        part = group.part(x, 1)
-        assert np.shares_memory(part, x) and np.array_equal(part, x[:, comm.rank : comm.rank + 1])
-        return np.array_equal(group.gather(part, 1), x)
-
-    assert all(run_local(size, rank))
-
-
 def test_a_sequence_that_does_not_divide_is_an_error_and_no_hang():
     def rank(comm):
         return reduce_scatter(Tensor(np.zeros((2, 5, 3))), TensorGroup(comm), 1)
 
-    with pytest.raises(ValueError, match="equal division"):
+    with pytest.raises(ValueError):
         run_local(3, rank)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from tensor_cases import close, split_along
-from training import Proxy, joined
+from training import joined
 
 from minipar.autograd import Tensor, cross_entropy_sum, embedding, linear
 from minipar.comm import run_local, wire_bytes
@@ -14,14 +14,10 @@ from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
 from minipar.parallel.tensor.vocabulary import vocab_parallel_cross_entropy_sum, vocab_parallel_head
 
-SIZES = [1, 2, 3, 4, 8]
 RANDOM = np.random.Generator(np.random.Philox(43))
 B, T, H = 2, 24, 6  # 24 tokens: every size divides them
 X = RANDOM.standard_normal((B, T, H))
 G = RANDOM.standard_normal((B, T, H))  # the gradient that comes back
-
-
-VOCABULARIES = [13, 24, 3, 1]  # 3 and 1: ranks of 4 and 8 that hold nothing but padding
 
 
 def tokens_and_targets(vocab):
@@ -31,9 +27,9 @@ def tokens_and_targets(vocab):
     return tokens, targets
 
 
-@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("vocab", [13, 24, 3, 1])  # 3 and 1: ranks that hold nothing but padding
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_split_embedding_is_the_serial_one_bit_for_bit(size, sequence, vocab):
     tokens, _ = tokens_and_targets(vocab)
     table = np.random.Generator(np.random.Philox(1)).standard_normal((vocab, H))
@@ -59,7 +55,7 @@ def test_a_split_embedding_is_the_serial_one_bit_for_bit(size, sequence, vocab):
         assert close(gradient, serial.grad, 1e-15)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 8])
 def test_positions_are_looked_up_for_this_ranks_tokens_only(size):
     table = RANDOM.standard_normal((T, H))
 
@@ -81,10 +77,10 @@ def test_positions_are_looked_up_for_this_ranks_tokens_only(size):
         assert np.array_equal(gradient, serial.grad)
 
 
-def head_and_loss(comm, vocab, sequence, reduction="ring", make_group=TensorGroup):
+def head_and_loss(comm, vocab, sequence, reduction="ring"):
     """A rank's logits, loss, gradients made whole, and the bytes that the loss alone sent."""
     _, targets = tokens_and_targets(vocab)
-    group = make_group(comm, reduction)
+    group = TensorGroup(comm, reduction)
     weight = Parameter(np.random.Generator(np.random.Philox(2)).standard_normal((vocab, H)))
     split_along(weight, group, 0)
     x = Tensor(np.ascontiguousarray(group.part(X, 1)) if sequence else X, requires_grad=True)
@@ -97,9 +93,9 @@ def head_and_loss(comm, vocab, sequence, reduction="ring", make_group=TensorGrou
     return logits.data, loss.item(), dx, joined(comm, weight, weight.grad), sent
 
 
-@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("vocab", [13, 24, 3, 1])  # 3 and 1: ranks that hold nothing but padding
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 3, 8])
 def test_the_split_head_and_its_loss_are_the_serial_ones(size, sequence, vocab):
     _, targets = tokens_and_targets(vocab)
     x = Tensor(X, requires_grad=True)
@@ -118,8 +114,7 @@ def test_the_split_head_and_its_loss_are_the_serial_ones(size, sequence, vocab):
         assert not dx[0, 3:5].any() and not dx[1, -1].any()  # ignored targets
 
 
-@pytest.mark.parametrize("reduction", ["ring", "ordered"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "reduction"), [(1, "ring"), (3, "ring"), (8, "ordered")])
 def test_the_loss_sends_two_small_all_reduces_and_no_logits(size, reduction):
     n = B * T
     for rank, result in enumerate(run_local(size, head_and_loss, 13, False, reduction)):
@@ -130,11 +125,11 @@ def test_the_loss_sends_two_small_all_reduces_and_no_logits(size, reduction):
         assert expected == 2 * 3 * n * 8 * (size - 1) // size
 
 
-def loss_of(rows, targets, size, comm_of=lambda comm: comm):
+def loss_of(rows, targets, size):
     """The split loss of these logits (N, V), as ranks that hold V/size columns each find it."""
 
     def rank(comm):
-        group = TensorGroup(comm_of(comm))
+        group = TensorGroup(comm)
         part = np.ascontiguousarray(group.part(rows, 1))
         logits = Tensor(part, requires_grad=True)
         loss = vocab_parallel_cross_entropy_sum(logits, targets, group)
@@ -145,7 +140,7 @@ def loss_of(rows, targets, size, comm_of=lambda comm: comm):
     return results[0][0], np.concatenate([result[1] for result in results], axis=1)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 8])
 def test_each_row_subtracts_its_maximum_over_the_vocabulary(size):
     """Far apart: rows of one another, and a row's logits on different ranks."""
     rows = np.zeros((4, 24))
@@ -160,33 +155,3 @@ def test_each_row_subtracts_its_maximum_over_the_vocabulary(size):
 def test_all_targets_ignored_is_loss_zero_and_gradient_zero():
     loss, gradient = loss_of(RANDOM.standard_normal((3, 4)), np.full(3, -100), 2)
     assert loss == 0.0 and not gradient.any()
-
-
-class LocalMaximum(Proxy):
-    """A communicator that forgets to agree on the maxima."""
-
-    def all_reduce(self, x, op="sum", **options):
-        return x if op == "max" else self.comm.all_reduce(x, op=op, **options)
-
-
-class NoTarget(LocalMaximum):
-    """... or sums the exponentials only, so that a rank without the target counts it as a logit of 0."""
-
-    def all_reduce(self, x, op="sum", **options):
-        if op == "sum":
-            self.comm.all_reduce(x[0], op=op, **options)
-            return x
-        return self.comm.all_reduce(x, op=op, **options)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("broken", [LocalMaximum, NoTarget])
-def test_a_softmax_without_global_maximum_or_target_is_caught(broken, size):
-    rows, targets = RANDOM.standard_normal((5, 24)), np.array([0, 7, 12, 23, -100])
-    logits = Tensor(rows, requires_grad=True)
-    expected = cross_entropy_sum(logits, targets)
-    expected.backward()
-    loss, gradient = loss_of(rows, targets, size)
-    assert loss == pytest.approx(expected.item(), rel=1e-13) and close(gradient, logits.grad)
-    loss, gradient = loss_of(rows, targets, size, broken)
-    assert loss != pytest.approx(expected.item(), rel=1e-3)

@@ -1,0 +1,216 @@
+"""Claims about buckets: which parameters travel together, when they are sent, and what a rank's chunk of one holds."""
+
+import numpy as np
+import pytest
+from training import MLP, OneOf, Proxy, small_gpt, text
+
+from minipar.comm import run_local, serial
+from minipar.memory import MemoryLedger
+from minipar.nn import Parameter
+from minipar.nn.module import Segment
+from minipar.parallel.buckets import BackwardHooks, Bucket
+from minipar.parallel.ddp import DistributedDataParallel
+from minipar.parallel.groups import Group, by_size, by_unit, number_units
+from minipar.parallel.hybrid import CastingComm
+from minipar.parallel.parallelize import fully_shard, shard
+from minipar.parallel.placement import attach_placements
+from minipar.parallel.shards import Chunk
+
+# ---- which parameters travel together --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bounds", "sizes"), [
+    ((40, 16), [[1], [4, 2], [3, 1]]),  # at least 40 bytes, of the first to travel 16: filled from the last one on
+    ((88, 88), [[1, 4, 2, 3, 1]]),
+    ((1, 32), [[1], [4], [2], [3, 1]]),
+    ((1, 1), [[1], [4], [2], [3], [1]]),
+])  # fmt: skip
+def test_a_bucket_is_closed_by_the_bytes_that_fill_it(bounds, sizes):
+    parameters = [Parameter(np.zeros(n)) for n in (1, 4, 2, 3, 1)]  # of 8 bytes each
+    assert [[p.size for p in group] for group in by_size(parameters, *bounds)] == sizes
+
+
+def test_a_wrapper_keeps_the_users_bounds():
+    sizes = {"bucket_bytes": 1, "first_bucket_bytes": 4000}
+    ddp = DistributedDataParallel(small_gpt(), serial(), **sizes)
+    groups = by_size(ddp.model.parameters(), *sizes.values())
+    assert [list(bucket.parameters) for bucket in reversed(ddp.buckets)] == groups
+    assert len(groups[-1]) > 1 and len(DistributedDataParallel(small_gpt(), serial()).buckets) == 1
+
+
+def test_segments_that_share_parameters_are_one_unit():
+    """The unit is that of the first of them, and has each parameter once."""
+    a, b, c, d = (Parameter(np.zeros(1)) for _ in range(4))
+    model = MLP()
+    assert by_unit(model) == [model.parameters()]
+    model.segments = [Segment("1", None, [a]), Segment("2", None, [b]), Segment("3", None, [c, a, d])]
+    assert by_unit(model) == [[a, c, d], [b]]
+
+
+# ---- when they are sent ----------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """The hooks of a model's buckets, and which buckets they have sent."""
+
+    def __init__(self, model, *groups):
+        attach_placements(model)
+        self.model = model
+        self.sent = []
+        self.buckets = [Bucket(Group(group, serial(), 0), serial()) for group in groups]
+        for bucket in self.buckets:
+            bucket.set_gradient(np.full(bucket.size, np.nan))
+        self.hooks = BackwardHooks(self.buckets, self.send, lambda: None)
+
+    def send(self, bucket):
+        bucket.complete()
+        self.sent.append(self.buckets.index(bucket))
+
+    def backward(self):
+        self.sent.clear()
+        self.model.loss_sum(np.ones((2, 3)), np.ones((2, 1))).backward()
+        return self.sent
+
+
+@pytest.mark.parametrize("order", ["first second", "second first"])
+def test_a_bucket_waits_for_those_before_it(order):
+    """Backward completes the second layer first; all ranks send in the buckets' order."""
+    model = MLP()
+    watched = Watched(model, *[getattr(model, layer).parameters() for layer in order.split()])
+    assert watched.backward() == [0, 1]
+
+
+def test_what_the_loss_does_not_use_is_sent_at_the_end_as_zeros():
+    model, unused = MLP(), MLP()
+    attach_placements(unused)
+    watched = Watched(model, unused.parameters(), model.parameters())
+    assert watched.backward() == []
+    watched.hooks.finish()
+    assert watched.sent == [0, 1]
+    assert not watched.buckets[0].gradient.any() and watched.buckets[1].gradient.any()
+    assert watched.backward() == [], "the next pass starts again"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_passes_send_again_after_no_sync(fails):
+    """They do so also after an error in it. The end of a no_sync inside another one changes nothing."""
+    model = MLP()
+    watched = Watched(model, model.parameters())
+    hooks = watched.hooks
+    try:
+        with hooks.no_sync():
+            with hooks.no_sync():
+                assert watched.backward() == []
+            assert watched.backward() == []
+            if fails:
+                raise FloatingPointError
+    except FloatingPointError:
+        assert fails
+    assert watched.backward() == [0]
+
+
+class Gathers(Proxy):
+    """A communicator that notes the size of each unit whose gather starts."""
+
+    def __init__(self, comm, notes):
+        super().__init__(comm)
+        self.notes = notes
+
+    def all_gather(self, chunk, out, **options):
+        self.notes.append(out.size)
+        return self.comm.all_gather(chunk, out=out, **options)
+
+
+ENDS, BLOCK = 351, 2197  # elements of the unit of both ends of the model, and of a block's
+
+
+@pytest.mark.parametrize(("prefetch", "forward", "backward"), [
+    (True, [ENDS, BLOCK, "embedding", BLOCK, "h.0", ENDS, "h.1", BLOCK, "head"], [BLOCK]),
+    (False, [ENDS, "embedding", BLOCK, "h.0", BLOCK, "h.1", ENDS, "head"], [BLOCK, BLOCK]),
+])  # fmt: skip
+def test_the_next_unit_is_gathered_before_a_segment_runs(prefetch, forward, backward):
+    def rank(comm):
+        notes = []
+        model = small_gpt(layers=2)
+        for segment in model.segments:
+            run, name = segment.run, segment.name
+            segment.run = lambda x, run=run, name=name: (notes.append(name), run(x))[1]
+        loss = fully_shard(model, Gathers(comm, notes), prefetch=prefetch).loss(*text([comm.rank]))
+        loss.backward()
+        return notes
+
+    assert run_local(2, rank) == [forward + backward] * 2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_backward_writes_each_gradient_into_its_buckets_array(stage):
+    """The array is there before the bucket's first gradient; that of embedding and head from the embedding on."""
+
+    def rank(comm):
+        early = set()
+        model = small_gpt(layers=2)
+
+        def note(name, leaf):
+            (bucket,) = [each for each in ddp.buckets if leaf in each.parameters]
+            if bucket.gradient is None or not np.shares_memory(leaf.grad, bucket.gradient):
+                early.add(name)
+
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda leaf, name=name: note(name, leaf))
+        ddp = shard(model, comm, stage)
+        ddp.loss(*text([comm.rank])).backward()
+        return early
+
+    assert run_local(2, rank) == [{"ln_f.weight", "ln_f.bias"}] * 2
+
+
+# ---- a rank's chunk --------------------------------------------------------------------------------------------------
+
+
+def bucket_of(rank, ranks, *sizes):
+    group = Group([Parameter(np.zeros(n)) for n in sizes], serial(), 0)
+    number_units([group])
+    return Bucket(group, OneOf(rank, ranks))
+
+
+def test_a_chunk_has_a_shard_of_each_parameter_in_it():
+    """Ten elements on three ranks: 4, 3, 3."""
+    flat = np.arange(10.0)
+    found = []
+    for rank in range(3):
+        bucket = bucket_of(rank, 3, 3, 4, 1, 2)
+        shards = Chunk(bucket, flat[bucket.own], np.zeros(bucket.own.stop - bucket.own.start)).shards
+        found.append([(shard.elements.start, shard.elements.stop, shard.data.tolist()) for shard in shards])
+    assert found == [
+        [(0, 3, [0.0, 1.0, 2.0]), (0, 1, [3.0])],
+        [(1, 4, [4.0, 5.0, 6.0])],
+        [(0, 1, [7.0]), (0, 2, [8.0, 9.0])],
+    ]
+
+
+def test_the_sums_of_several_passes_are_each_added_once():
+    """The first lies in the gradient itself; the others lie in memory of their own until they are accepted."""
+    gradient = np.zeros(3)
+    chunk = Chunk(bucket_of(0, 1, 2, 1), np.zeros(3), gradient)
+    ledger = MemoryLedger()
+    with ledger.recording():
+        for value in (1.0, 10.0, 100.0):
+            chunk.room_for_sum()[:] = value
+            if value == 1.0:
+                chunk.accept_sums()
+        assert ledger.held["buffers"] == 2 * 3 * 8
+        chunk.accept_sums()
+    chunk.accept_sums()
+    assert gradient.tolist() == [111.0] * 3
+    assert [shard.grad.tolist() for shard in chunk.shards] == [[111.0, 111.0], [111.0]]
+
+
+def test_a_sum_in_another_dtype_is_cast_back():
+    def rank(comm):
+        casting = CastingComm(comm, "float32")
+        x, chunk, options = np.array([1.0, 2 + 2.0**-40]), np.empty(1), {"algorithm": "ordered", "async_op": True}
+        casting.reduce_scatter(x, out=chunk, **options).wait()
+        casting.all_reduce(x, **options).wait()
+        return x.tolist(), chunk.tolist()
+
+    assert run_local(2, rank) == [([2.0, 4.0], [2.0]), ([2.0, 4.0], [4.0])]

@@ -1,0 +1,78 @@
+"""Ranks that are processes: the few jobs that run with all other tests, one for each thing that threads cannot show."""
+
+import signal
+import time
+
+import pytest
+from launcher import interrupt_mpi, mpirun_is_open_mpi, run_mpi
+
+SECONDS = 60.0
+
+
+def test_collectives_over_mpi_are_numpys_and_mpis_own():
+    result = run_mpi(3, "from minipar.comm import main\nfrom mpi_collectives import program\nmain(program)", SECONDS)
+    assert (result.returncode, result.stdout) == (0, "every claim holds\n"), result.stderr
+
+
+def test_a_3d_training_of_eight_processes_equals_one_device():
+    flags = "--dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel --microbatches 4 --clip-grad 1 --verify"
+    size = "--layers 2 --hidden 16 --heads 4 --seq-len 16 --global-batch 8 --steps 3 --dtype float64"
+    result = run_mpi(8, ["-m", "minipar.train", *size.split(), *flags.split()], SECONDS)
+    assert result.returncode == 0, result.stderr
+    assert "verify: 8 ranks = 1 device" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("leaving", "code", "words"),
+    [
+        ("raise KeyError('broken')", 1, ["rank 2:", "KeyError: 'broken'"]),
+        ("sys.exit(3)", 3, ["rank 2 exits with 3"]),
+        ("return", 1, ["rank 2 has returned"]),
+    ],
+)
+def test_a_rank_that_leaves_ends_all_and_is_named(leaving, code, words):
+    program = f"""
+import sys
+import numpy as np
+from minipar.comm import main
+
+def program(comm):
+    comm.barrier()
+    if comm.rank == 2:
+        {leaving}
+    comm.all_reduce(np.ones(1000))
+    comm.barrier()
+
+main(program)
+"""
+    start = time.monotonic()
+    result = run_mpi(3, program, SECONDS)
+    assert result.returncode == code
+    assert all(word in result.stderr for word in words), result.stderr
+    assert time.monotonic() - start < 20  # 1 to 4 s on two free cores
+
+
+def test_a_usage_error_is_one_line_and_code_2_on_every_rank():
+    result = run_mpi(2, "from minipar.comm import *\nmain(lambda comm: DeviceMesh(comm, dp=2, tp=3))", SECONDS)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("minipar: error: dp*tp = 2*3 = 6, ") and "mpirun started 2 ranks" in line
+
+
+@pytest.mark.skipif(mpirun_is_open_mpi(), reason="Open MPI's mpirun kills the ranks soon after it passes a signal on")
+def test_sigterm_finishes_and_saves_the_step(tmp_path):
+    """All ranks end, and `--resume` goes on with the next step."""
+    folder, metrics = tmp_path / "run", tmp_path / "metrics.jsonl"
+    train = "-m minipar.train --layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --dp 3".split()
+
+    def steps():
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    flags = ["--steps", "1000000", "--save", str(folder), "--metrics", str(metrics)]
+    result = interrupt_mpi(3, [*train, *flags], lambda: steps() >= 2, number=signal.SIGTERM)
+    step = steps()
+    assert (result.returncode, result.stderr) == (128 + signal.SIGTERM, "")
+    assert "SIGTERM" in result.stdout.splitlines()[-1]
+    assert [path.name for path in folder.iterdir()] == [f"step-{step:08d}"]
+    then = run_mpi(3, [*train, "--resume", str(folder), "--steps", str(step + 1), "--verify"], SECONDS)
+    assert then.returncode == 0 and f"resumed after step {step}" in then.stdout, then.stderr

@@ -1,0 +1,148 @@
+"""Ctrl-C and SIGTERM: one line while a job starts or runs; a training with `--save` keeps its last step first."""
+
+import signal
+import time
+
+import pytest
+from launcher import interrupt_mpi, mpirun_is_open_mpi
+
+from minipar.comm.launch import launch
+from minipar.robust_start import interrupt
+from minipar.train.__main__ import noting_signals
+
+pytestmark = pytest.mark.skipif(mpirun_is_open_mpi(), reason="Open MPI's mpirun kills the ranks itself")
+TRAIN = "-m minipar.train --layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --dp 3".split()
+LONG = [*TRAIN, "--steps", "1000000"]
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+TOUCH = 'pathlib.Path(os.environ["STARTED"], os.environ["PMI_RANK"]).touch()'
+IN_THE_IMPORTS = f"""
+import os, pathlib, runpy, sys, time
+class SlowNumpy:
+    def find_spec(name, path, target=None):
+        if name == "numpy":
+            {TOUCH}
+            time.sleep(60)
+sys.meta_path.insert(0, SlowNumpy)
+runpy.run_module("minipar.train", run_name="__main__", alter_sys=True)
+"""
+RANK_2_IS_LATE = f"""
+import os, pathlib, signal, time
+if os.environ["PMI_RANK"] == "2":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(60)
+from minipar.comm import main
+from minipar.robust_start import mpirun
+meet = mpirun.meet
+def note():
+    {TOUCH}
+    meet()
+mpirun.meet = note
+main(print)
+"""
+RUNNING = f"""
+import os, pathlib, time
+from minipar.comm import main
+def wait(comm):
+    comm.barrier()
+    {TOUCH}
+    time.sleep(60)
+main(wait)
+"""
+MOMENTS = {  # a program, and how many ranks come to the moment
+    "in the imports of train": (IN_THE_IMPORTS, 3),
+    "before all have met": (RANK_2_IS_LATE, 2),
+    "while it runs": (RUNNING, 3),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_is_one_line_at_any_moment(moment, tmp_path, monkeypatch):
+    program, ready = MOMENTS[moment]
+    started = tmp_path / "started"
+    started.mkdir()
+    monkeypatch.setenv("STARTED", str(started))
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    begin = time.monotonic()
+    result = interrupt_mpi(3, [str(script)], lambda: len(list(started.iterdir())) == ready)
+    assert (result.returncode, result.stderr) == (130, "minipar: interrupted\n")
+    assert time.monotonic() - begin < 20
+
+
+def test_a_programs_own_handler_is_back_when_mpi_runs():
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for own in (signal.default_int_handler, signal.SIG_IGN, lambda number, frame: None):
+            signal.signal(signal.SIGINT, own)
+            interrupt.install()
+            assert launch(lambda comm: signal.getsignal(signal.SIGINT)) is own
+            assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ---- a training ------------------------------------------------------------------------------------------------------
+
+
+def lines(path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGINT, None), (signal.SIGTERM, 2)])
+def test_a_signal_saves_the_step_and_ends_every_rank(number, rank, tmp_path):
+    """Of mpirun, or of one rank alone."""
+    folder, metrics = tmp_path / "run", tmp_path / "m.jsonl"
+    flags = [*LONG, "--save", str(folder), "--metrics", str(metrics)]
+    result = interrupt_mpi(3, flags, lambda: lines(metrics) >= 2, number=number, rank=rank)
+    step = lines(metrics)
+    assert (result.returncode, result.stderr) == (128 + number, "")
+    last = result.stdout.splitlines()[-1]
+    assert number.name in last and f"step {step} " in last and str(folder) in last
+    assert [path.name for path in folder.iterdir()] == [f"step-{step:08d}"]
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path):
+    started = tmp_path / "started"
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import sys, time
+from pathlib import Path
+from minipar.comm import main
+from minipar.train import trainer
+from minipar.train.__main__ import run
+
+def endless(self, index):
+    if self.mesh.world.rank == 1:
+        Path({str(started)!r}).touch()
+    time.sleep(100)
+trainer.Trainer.step = endless
+sys.argv[1:] = {[*TRAIN[2:], "--save", str(tmp_path / "run")]!r}
+main(run)
+""")
+    result = interrupt_mpi(3, [str(script)], started.exists, timeout=30, number=signal.SIGTERM, rank=1, times=2)
+    assert result.returncode == signal.SIGTERM
+    assert list((tmp_path / "run").glob("step-*")) == []
+
+
+def test_without_save_a_signal_ends_the_training_at_once(tmp_path):
+    metrics = tmp_path / "m.jsonl"
+    flags = [*LONG, "--metrics", str(metrics)]
+    result = interrupt_mpi(3, flags, lambda: lines(metrics) >= 2, number=signal.SIGTERM, rank=1)
+    assert result.returncode == signal.SIGTERM and "saved" not in result.stdout
+
+
+def test_a_signal_after_the_last_step_still_ends_the_run():
+    """... one that the training has answered does not come again, and then the handlers are those of before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
+    try:
+        with pytest.raises(KeyboardInterrupt), noting_signals(True) as noted:
+            signal.raise_signal(signal.SIGINT)
+            assert noted == [signal.SIGINT]
+        with pytest.raises(SystemExit), noting_signals(True):
+            signal.raise_signal(signal.SIGINT)
+            raise SystemExit(130)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,119 @@
+"""Ranks that call different things get an error that names both; a wait for what never comes ends by the clock."""
+
+import json
+
+from launcher import run_mpi
+
+from minipar.comm.work import SAY_SECONDS
+
+SECONDS = 60.0
+
+# What rank 1 calls, what rank 0 calls, and what the error of one of them says.
+MISTAKES = {
+    "dtype": (
+        "comm.all_reduce(np.ones(100, np.int64), algorithm='ring')",
+        "comm.all_reduce(np.ones(100), algorithm='ring')",
+        ["all_reduce sum of int64", "all_reduce sum of float64"],
+    ),
+    "reduction": (
+        "comm.all_reduce(np.ones(100), op='max')",
+        "comm.all_reduce(np.ones(100), op='sum')",
+        ["all_reduce max of float64", "all_reduce sum of float64"],
+    ),
+    "elements": (
+        "comm.reduce_scatter(np.ones(48), algorithm='ring')",
+        "comm.reduce_scatter(np.ones(47), algorithm='ring')",
+        ["number of elements"],
+    ),
+    "many elements": ("comm.all_reduce(np.ones(200_000))", "comm.all_reduce(np.ones(200_001))", ["number of elements"]),
+    "counts": (
+        "comm.all_to_all(np.ones(6), counts=([3, 3], [3, 3]))",
+        "comm.all_to_all(np.ones(4), counts=([2, 2], [2, 2]))",
+        ["16 bytes", "24", "counts"],
+    ),
+    "operation": ("comm.barrier()", "comm.all_reduce(np.ones(100))", ["barrier", "all_reduce sum of float64"]),
+    "order": (
+        "comm.all_gather(np.ones(4)); comm.all_reduce(np.ones(100))",
+        "comm.all_reduce(np.ones(100)); comm.all_gather(np.ones(4))",
+        ["all_gather of float64", "all_reduce sum of float64"],
+    ),
+    "a short message": (
+        "comm.irecv(np.zeros(5), 0).wait()",
+        "comm.isend(np.zeros(4), 1).wait()",
+        ["rank 1", "rank 0 sent 32 bytes", "40"],
+    ),
+}
+
+
+def test_ranks_that_disagree_learn_what_both_called():
+    """Each mistake on a communicator of its own, in one job; rank 0 prints the errors that the two ranks get."""
+    result = run_mpi(
+        2,
+        f"""
+import json
+import numpy as np
+from minipar.comm import world
+from minipar.comm.mpi import abort
+from minipar.errors import CommunicationError
+world = world()
+errors = []
+for one, others, _ in {list(MISTAKES.values())!r}:
+    comm, text = world.split(0, "pair"), ""
+    try:
+        exec(one if comm.rank == 1 else others)
+    except CommunicationError as error:
+        text = str(error)
+    errors.append([text.decode() for text in world.all_gather_bytes(text.encode())])
+if world.rank == 0:
+    print(json.dumps(errors), flush=True)
+abort(0)  # messages of the mistakes are still under way
+""",
+        SECONDS,
+        env={"MINIPAR_TIMEOUT": "3"},
+    )
+    for errors, (_, _, facts) in zip(json.loads(result.stdout), MISTAKES.values(), strict=True):
+        assert any(all(fact in error for fact in facts) for error in errors), errors
+
+
+def test_a_lost_message_ends_the_job():
+    script = """
+import numpy as np
+from transports import Lossy
+from minipar.comm import Communicator, main
+def program(comm):
+    lossy = Communicator(Lossy(comm.transport, ("world", 0, 1, 2)))
+    lossy.all_reduce(np.ones(10), algorithm="ring")
+main(program)
+"""
+    result = run_mpi(2, script, SECONDS, env={"MINIPAR_TIMEOUT": "1"})
+    assert result.returncode != 0
+    assert "rank 1, all_reduce ring: receive from rank 0 (40 bytes, " in result.stderr
+    assert "1 s (MINIPAR_TIMEOUT)" in result.stderr
+
+
+def test_rank_0_says_what_it_waits_for_after_30_seconds():
+    """... and then after twice that, and so on: here in units of 0.2 s."""
+    assert SAY_SECONDS == 30
+    script = """
+import time
+from minipar.comm import work, world
+work.SAY_SECONDS = 0.2
+comm = world()
+pair = comm.split(0, "dp")
+if comm.rank: time.sleep(1)
+pair.barrier()
+"""
+    result = run_mpi(2, script, SECONDS)
+    lines = result.stderr.splitlines()
+    assert result.returncode == 0 and 1 <= len(lines) <= 4  # after 0.2, 0.4, 0.8 s, and of the barrier or the end
+    assert all(line.startswith("minipar: rank 0") and "receive from rank 1 (" in line for line in lines)
+
+
+def test_what_was_never_waited_for_is_said_at_the_end():
+    script = "import numpy as np\nfrom minipar.comm import world\ncomm = world()\n"
+    script += "comm.all_reduce(np.ones(3), async_op=True)\ncomm.barrier()\n"
+    result = run_mpi(2, script, SECONDS)
+    lines = sorted(result.stderr.splitlines())
+    assert result.returncode == 0 and len(lines) == 2
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"minipar: rank {rank}, all_reduce ") and "script.py:4" in line

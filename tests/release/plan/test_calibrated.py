@@ -1,0 +1,86 @@
+"""The planner against minipar's own runs: time on the `cpu` clock, memory in the ledger.
+
+`recorded/calibration.json` holds what `mpirun -n 8 python -m minipar.bench machine` and `bench layouts --machine`
+measured on a quiet machine with 2 cores: the constants, and 28 layouts of one model. What the planner says of them is
+computed here; measuring again is the bench's business, since no timed test is a test. Memory is measured here.
+"""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from minipar.bench.costs import Costs, Machine, load_machine
+from minipar.bench.layouts import (
+    LAYOUTS,
+    RECORDED,
+    agreement,
+    configs,
+    framework_of,
+    layout_of,
+    predict,
+    shape_of,
+)  # fmt: skip
+from minipar.bench.pipeline import random_tokens
+from minipar.comm import DeviceMesh, Network, run_local
+from minipar.memory import MemoryLedger
+from minipar.plan.rank_bytes import memory
+from minipar.train.settings import ModelConfig
+from minipar.train.trainer import Trainer
+
+RECORD = json.loads((Path(__file__).parent / "recorded" / "calibration.json").read_text())
+
+
+def machine_of(constants):
+    costs = Costs(**{field.name: constants[field.name] for field in fields(Costs)})
+    return Machine(costs, Network(constants["message_alpha"], constants["message_beta"]))
+
+
+def predicted_rows(machine):
+    model = dict(RECORD["model"])
+    resolved = configs(ModelConfig(**{k: v for k, v in model.items() if k != "global_batch"}), model["global_batch"], 8)
+    rows = []
+    for row, config in zip(RECORD["layouts"], resolved, strict=True):
+        time, held = predict(config, machine, model["seq_len"])
+        rows.append(row | {"predicted_seconds": time.total, "predicted_bytes": held.total})
+    return rows
+
+
+def test_step_times_agree_within_20_percent_and_in_order():
+    result = agreement(predicted_rows(machine_of(RECORD["constants"])))
+    assert result.largest < 0.20 and result.median < 0.10 and result.spearman >= 0.9
+    assert result.memory_largest < 0.10
+
+
+@pytest.mark.parametrize("wrong", ["flops_per_second", "forward_byte", "message_beta"])
+def test_with_a_constant_wrong_by_four_they_disagree(wrong):
+    """The claim above can fail."""
+    constants = RECORD["constants"] | {wrong: RECORD["constants"][wrong] * (0.25 if wrong[:5] == "flops" else 4)}
+    result = agreement(predicted_rows(machine_of(constants)))
+    assert result.largest > 0.20
+
+
+@pytest.mark.parametrize("which", range(len(LAYOUTS)), ids=[flags or "one device" for flags in LAYOUTS])
+def test_memory_is_within_10_percent_of_the_ledger(which):
+    resolved = configs(ModelConfig(8, 64, 8, 32, 64), 32, 8)
+    config = resolved[which]
+
+    def peak(comm):
+        ledger = MemoryLedger()
+        with ledger.recording():
+            trainer = Trainer(config, DeviceMesh(comm, tp=config.mesh.tp, pp=config.mesh.pp), random_tokens(config))
+            for step in range(RECORDED):
+                trainer.step(step)
+        return ledger.peak
+
+    predicted = memory(shape_of(config), layout_of(config), 32, framework_of(config)).total
+    assert predicted == pytest.approx(max(run_local(layout_of(config).gpus, peak)), rel=0.10)
+
+
+def test_a_machine_is_read_as_the_bench_writes_it(tmp_path):
+    rows = [{"row": "constant", "name": name, "value": value} for name, value in RECORD["constants"].items()]
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps([*rows, {"row": "piece", "name": "F"}]))
+    assert load_machine(str(path)) == machine_of(RECORD["constants"])
+    assert replace(load_machine(str(path)), network=Network()).network == Network(0.0, 0.0)

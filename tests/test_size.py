@@ -1,0 +1,101 @@
+"""Claims about size: the library holds few tokens, and a strategy can be followed without reading the rest."""
+
+import ast
+import io
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# The most tokens of each part, without comments and docstrings. A limit is lowered when code leaves, and never raised.
+PARTS = {"core": 91_710, "train": 28_830, "compare": 6_390, "plan": 21_400, "bench": 15_450}
+# The most files that the imports of a file reach, the most tokens in them, and how many of these are in parallel/.
+CLOSURES = {
+    "parallel/ddp": (42, 40_350, 10_580),
+    "parallel/zero": (43, 41_270, 11_500),
+    "parallel/fsdp": (43, 42_210, 12_440),
+    "parallel/tensor/layers": (37, 37_240, 6_970),
+    "parallel/pipeline/module": (47, 50_610, 17_650),
+}
+TOKENS_PER_LINE = 9.6
+LONG_LINES = 0.07  # of the lines that are not blank, beyond 100 columns
+
+IGNORED = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}  # fmt: skip
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "minipar").rglob("*.py")}
+
+
+@cache
+def code_of(path):
+    """Return (tokens, lines of code) of a file, without comments and docstrings."""
+    source = path.read_text(encoding="utf-8")
+    documented = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    read = tokenize.generate_tokens(io.StringIO(source).readline)
+    tokens = [token for token in read if token.type not in IGNORED and token.start[0] not in documented]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(tokens), len(lines)
+
+
+def part_of(name):
+    """Return the part of the library that a module belongs to."""
+    package = name.split(".")[1] if "." in name else ""
+    if package == "generate":
+        return "train"
+    if package == "record":
+        return "compare"
+    return package if package in PARTS else "core"
+
+
+def imported_by(name):
+    """Return the modules of minipar that a module imports, its functions included, but no `__init__`."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    # `from minipar.autograd import backward` executes the package's own file; other packages load names when asked.
+    if "minipar.autograd" in found:
+        found.add("minipar.autograd.__init__")
+    return found & FILES.keys()
+
+
+def closure(name):
+    """Return the modules that a reader of this one must be able to follow, itself included."""
+    seen = set()
+    waiting = [name]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting += imported_by(module)
+    return seen
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_the_library_holds_few_tokens(part):
+    assert sum(code_of(path)[0] for name, path in FILES.items() if part_of(name) == part) <= PARTS[part]
+
+
+@pytest.mark.parametrize("name", CLOSURES)
+def test_a_strategy_can_be_followed_without_the_rest(name):
+    modules = closure(f"minipar.{name.replace('/', '.')}")
+    tokens = {module: code_of(FILES[module])[0] for module in modules}
+    inside = sum(count for module, count in tokens.items() if module.startswith("minipar.parallel."))
+    files, most, most_inside = CLOSURES[name]
+    assert len(modules) <= files and sum(tokens.values()) <= most and inside <= most_inside
+
+
+def test_lines_say_little_at_once():
+    library = [path for name, path in FILES.items() if part_of(name) not in ("plan", "bench")]
+    sizes = [code_of(path) for path in library]
+    assert sum(tokens for tokens, _ in sizes) <= TOKENS_PER_LINE * sum(lines for _, lines in sizes)
+    lines = [line for path in library for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    assert sum(len(line) > 100 for line in lines) <= LONG_LINES * len(lines)
