@@ -121,8 +121,12 @@ SPLITS = {  # the number of ranks, the script, the error, and what it shows
     "a row's whole input": (2, "mp.RowParallelLinear(8, 3, world, name='row')(np.zeros((2, 8)))", UsageError, "8/2"),
     "a row's input of no dims": (2, "mp.RowParallelLinear(8, 3, world, name='row')(np.zeros(()))", UsageError, "8/2"),
     "heads and tp": (2, "mp.tensor_parallel(gpt(n_head=3), world)", UsageError, "3/2"),
+    "fewer heads than tp": (8, "mp.tensor_parallel(llama(), world)", UsageError, "4/8"),
     "experts and ep": (2, f"{EP} mp.expert_parallel(mixtral(experts=3), mesh.ep, mesh.edp)", UsageError, "3/2"),
     "no experts": (2, f"{EP} mp.expert_parallel(gpt(), mesh.ep, mesh.edp)", UsageError, "GPT", "mp.Mixtral"),
+    "experts that nobody sums": (
+        2, f"{EP} model = mixtral(); mp.expert_parallel(model, mesh.ep, mesh.edp); AdamW(model.parameters())",
+        ValueError, "experts.groups(mesh.dp_cp"),
     "tp twice": (
         2, "model = gpt(); [mp.tensor_parallel(model, world) for _ in '12']", UsageError, "tensor_parallel"),
     "cp twice": (
