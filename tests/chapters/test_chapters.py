@@ -6,7 +6,7 @@ import pytest
 from launcher import ROOT, run_mpi
 
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9]*.py"))
-QUICK = [path for path in CHAPTERS if path.name < "08" or path.name.startswith("11")]  # the others take longer
+QUICK = [path for path in CHAPTERS if path.name[:2] in ("00", "01", "03", "06", "11")]  # the others take longer
 
 
 @pytest.mark.parametrize("chapter", QUICK, ids=lambda path: path.stem)
