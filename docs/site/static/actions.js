@@ -1,6 +1,7 @@
 // A schedule as lists of actions, one list for each rank, and the time it takes, in JavaScript:
 // minipar/parallel/pipeline/actions.py. An action is {stage, kind, microbatch}; a pair of F and B has both in `pair`.
-// tests/release/pages/test_explorers.py and tests/release/pages/test_editor.py compare every start, end, bubble, peak and message of an error.
+// tests/release/pages/test_explorers.py and tests/release/pages/test_editor.py compare every start, end, bubble,
+// peak and message of an error.
 
 export const COMPUTE = ["F", "B", "I", "W"];
 export const MESSAGES = ["SEND_F", "RECV_F", "SEND_B", "RECV_B"];

@@ -1,5 +1,6 @@
 // Bytes of model state on a rank at each ZeRO stage: minipar/parallel/memory.py in JavaScript.
-// Rajbhandari et al. 2020 (arXiv 1910.02054), sections 3.1 and 5. tests/release/pages/test_explorers.py compares it with Python.
+// Rajbhandari et al. 2020 (arXiv 1910.02054), sections 3.1 and 5. tests/release/pages/test_explorers.py compares it
+// with Python.
 
 // Bytes for each element of parameters, gradients and optimizer state.
 export const PRECISIONS = {

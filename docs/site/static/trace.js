@@ -1,5 +1,6 @@
 // A trace that `minipar.train --trace` wrote, read as visualize/timeline.py reads it, and what its ranks do with their
-// time, as in visualize/shares.py. Pure functions: tests/release/pages/test_trace_viewer.py compares them with Python's.
+// time, as in visualize/shares.py. Pure functions: tests/release/pages/test_trace_viewer.py compares them with
+// Python's.
 
 export const COMPUTATION = "computation";
 export const COMMUNICATION = "communication";
