@@ -52,9 +52,9 @@ class Gpu:
 # 81,559 MiB of an H100: `{"like": "h100", "memory": 85.5e9}`.
 #
 # MPT's 1B model on one host fixes what an H100 reaches, and an A100 in flash attention: eight runs
-# on each (tests/release/plan/fit_gpus.py). All other runs judge it. An A100's 0.75 is an assumption: what
-# the vendor's own libraries reach. Of the V100 and the H200 there are no runs: they are taken for
-# an A100 and an H100.
+# on each (tests/release/plan/fit_gpus.py). All other runs judge it. An A100's 0.75 is an
+# assumption: what the vendor's own libraries reach. Of the V100 and the H200 there are no runs:
+# they are taken for an A100 and an H100.
 H100 = Gpu(
     peak=989e12,
     memory=80 * GB,

@@ -44,10 +44,11 @@ class Program:
 LARGER_PRODUCTS = 2e10
 
 # nanotron: the values that are not Megatron's were fitted to the Ultra-Scale Playbook's runs, with
-# its 1B model and without a pipeline, on at most 32 hosts of 8 H100 (tests/release/plan/fit_nanotron.py),
-# and to nothing else.
+# its 1B model and without a pipeline, on at most 32 hosts of 8 H100, and to nothing else
+# (tests/release/plan/fit_nanotron.py).
 PROGRAMS = {
-    "megatron": Program(  # tests/release/plan/test_published.py; the other three are LLaMA's, 16 to 28 % too fast
+    # tests/release/plan/test_published.py; the other three are LLaMA's, 16 to 28 % too fast
+    "megatron": Program(
         MEGATRON,
         Assumptions(),
         0.15,

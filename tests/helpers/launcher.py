@@ -179,7 +179,8 @@ def interrupt_mpi(
     with _started(n, argv, moment, timeout) as (process, folder):
         receiver = process.pid if rank is None else int((folder / f"rank{rank}.pid").read_text())
         for i in range(times):
-            time.sleep(0.2 * (i > 0))
+            if i > 0:
+                time.sleep(0.2)
             os.kill(receiver, number)
         stdout, stderr = process.communicate(timeout=timeout)
         return Result(process.returncode, stdout, stderr)

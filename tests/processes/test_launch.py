@@ -128,7 +128,12 @@ def test_launch_returns_the_result_of_this_rank():
 
 def test_exceptions_are_printed_once_and_none_is_lost():
     """Ranks 0 and 1 have the same one, and 2 and 3 another, half a second later."""
-    body = "def program(comm):\n    time.sleep(0.5 * (comm.rank > 1))\n    raise ValueError(f'in {comm.rank // 2}')\n"
+    body = """
+def program(comm):
+    if comm.rank > 1:
+        time.sleep(0.5)
+    raise ValueError(f"in {comm.rank // 2}")
+"""
     result = run_mpi(4, f"{HEADER}import time\n{body}main(program)", SECONDS)
     lines = result.stderr.splitlines()
     assert result.returncode == 1
