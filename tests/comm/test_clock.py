@@ -90,7 +90,7 @@ def test_only_messages_between_hosts_take_the_slow_price():
 
 @pytest.mark.parametrize(("receiver", "goes_on"), [(1.0, 5.0 + ALPHA + 8 * BETA), (50.0, 50.0)])
 def test_a_receiver_continues_no_earlier_than_the_arrival(receiver, goes_on):
-    """... and one that comes after it waits for nothing."""
+    """A rank that comes after it waits for nothing."""
 
     def program(comm):
         if comm.rank == 0:

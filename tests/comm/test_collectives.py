@@ -274,7 +274,7 @@ def test_chunks_are_cut_as_numpy_cuts_them():
 
 @pytest.mark.parametrize("few", [True, False])
 def test_auto_takes_few_steps_below_256_kib_of_the_whole(few):
-    """Of 4 ranks each sends 2 messages below 256 KiB, and 6 or 3, in the ranks' order, from there on."""
+    """Each of 4 ranks sends 2 messages below 256 KiB, and 6 or 3, in the ranks' order, from there on."""
     size = 2**18 - 4 if few else 2**18
 
     def program(comm):

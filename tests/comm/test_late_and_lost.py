@@ -73,7 +73,7 @@ LAYOUTS = {
 
 
 def train(comm, combination):
-    """What this rank reports and holds after two steps, and after gathering the whole parameters."""
+    """Return what this rank reports and holds after two steps, and after gathering the whole parameters."""
     trainer = trainer_for(combination.config(), TEXT, comm)
     results = list(trainer.train())
     held = {name: p.data for name, p in trainer.model.named_parameters()}

@@ -24,7 +24,7 @@ LAYOUTS = [
 
 
 def one_step(comm, combination):
-    """What this rank reports and holds after a step."""
+    """Return what this rank reports and holds after a step."""
     trainer = trainer_for(combination.config(), TEXT, comm)
     result = trainer.step(0)
     return reports([result]), bits({name: p.data for name, p in trainer.model.named_parameters()})

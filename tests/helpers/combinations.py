@@ -193,8 +193,10 @@ def same_on_tensor_ranks(trainer) -> bool:
 
 
 def check_config(comm, config, exact: bool = False, kind: type[Trainer] = Trainer) -> list[str]:
-    """What this rank finds wrong with a run, over any transport; collective. Rank 0 compares with one device; all
-    compare what they report and hold with one another, and what they sent in a step with the closed form.
+    """List what this rank finds wrong with a run, over any transport. Collective.
+
+    Rank 0 compares with one device; all compare what they report and hold with one another, and what they
+    sent in a step with the closed form.
     """
     trainer = trainer_for(config, TEXT, comm, kind)
     states, reports, sent = run_steps(trainer)
@@ -214,7 +216,7 @@ def check_config(comm, config, exact: bool = False, kind: type[Trainer] = Traine
 
 
 def equals_one_device(flags: str, exact: bool, kind: type[Trainer] = Trainer) -> list[str]:
-    """All that any rank of a row finds wrong, on threads: [] if the row is equal to one device.
+    """List all that any rank of a row finds wrong, on threads: [] if the row is equal to one device.
 
     `exact` demands one device's bits; else the bound of `differences` holds.
     """

@@ -22,7 +22,7 @@ OWN = [Path("/tmp"), Path("/dev/shm")]
 
 @cache
 def why_not() -> str | None:
-    """What keeps this machine from having such jobs; None if nothing does."""
+    """Return what keeps this machine from having such jobs; None if nothing does."""
     if sys.platform != "linux" or shutil.which("unshare") is None:
         return "namespaces need Linux and unshare"
     if mpirun_is_open_mpi():

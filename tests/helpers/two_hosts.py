@@ -28,7 +28,7 @@ exec nsenter --target {pid} {kinds} --pid --wd="$PWD" sh -c "$*"
 
 
 def prefix(folder: Path) -> list[str]:
-    """What to put before a command for it to run on host a."""
+    """Return what to put before a command for it to run on host a."""
     return [*NAMESPACES, sys.executable, __file__, str(folder)]
 
 
@@ -44,7 +44,7 @@ def on_the_wire(folder: Path) -> dict[str, int]:
 
 
 def why_not(folder: Path) -> str | None:
-    """What keeps this machine from having two hosts; None if nothing does."""
+    """Return what keeps this machine from having two hosts; None if nothing does."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if sys.platform != "linux" or missing:
         return f"namespaces need Linux and {', '.join(missing or PROGRAMS)}"

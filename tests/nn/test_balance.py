@@ -23,13 +23,13 @@ def layer_of(top_k=2):
 
 
 def probabilities(layer, x):
-    """Of each token of one sample: (T, E)."""
+    """Return the router's probabilities of each token of one sample, (T, E)."""
     powers = np.exp(x @ layer.gate.weight.data.T)
     return powers / powers.sum(axis=1, keepdims=True)
 
 
 def load_of(layer, x):
-    """How many assignments of one sample each expert gets."""
+    """Count the assignments of one sample that each expert gets."""
     best = np.argsort(-probabilities(layer, x), axis=1, kind="stable")[:, : layer.top_k]
     return np.bincount(best.reshape(-1), minlength=E)
 
@@ -151,7 +151,7 @@ def test_an_expert_takes_first_choices_first_up_to_its_capacity(factor, top_k):
 
 @pytest.mark.parametrize("factor", [0.3, 0.8])
 def test_the_gradient_with_a_capacity_passes_the_checker(factor):
-    """Of the tokens, the weights of the router's choice, and every expert."""
+    """It holds for the tokens, the weights of the router's choice, and every expert."""
     layer, x = layer_of(), RANDOM.standard_normal((9, H))
     layer.capacity_factor = factor
     indices, weights = layer.route(Tensor(x))

@@ -126,7 +126,7 @@ def test_a_bucket_waits_for_the_leaf_that_is_tied_to_a_parameter():
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_naive_form_trains_the_bits_of_the_bucketed_one(size):
-    """And sends as many bytes, but for the sizes of its messages, in steps with ranks of unequal shares."""
+    """It sends as many bytes, but for the sizes of its messages, in steps with ranks of unequal shares."""
 
     def rank(comm, kind):
         model = small_gpt()

@@ -45,7 +45,7 @@ def with_gradient(trainer):
 
 
 def norms(layout, stage, max_norm=None, inspect=lambda trainer, norm: norm, clip=clip_grad_norm):
-    """What `inspect(trainer, norm)` returns on each rank."""
+    """Return what `inspect(trainer, norm)` returns on each rank."""
     config = config_for(f"{SHAPE} {layout} --zero-stage {stage}")
 
     def rank(comm):

@@ -49,7 +49,7 @@ def one_device(ranks, flags):
     ("ranks", "replicas", "flags"), [(4, 2, "--microbatches 3"), (6, 3, ""), (8, 2, ""), (3, 3, "")]
 )
 def test_every_stage_trains_one_devices_bits_in_the_nested_order(ranks, replicas, flags):
-    """Of more than two replicas the order gives other bits than rank after rank."""
+    """The order of more than two replicas gives other bits than rank after rank."""
     flags = f"{flags} --reduction ordered --zero-replicas {replicas}"
     expected = one_device(ranks, f"{flags} --zero-stage 1")
     for stage in SHARDED:
@@ -157,7 +157,7 @@ def test_bytes_inside_and_across_are_the_formulas(s, q, stage, m):
 
 
 def test_replicas_on_hosts_divide_what_crosses_between_them():
-    """Of 64 hosts of 8 GPUs, a ring of all 512 sends (2m+1) Psi over every card, hybrid sharding about 2 Psi/8."""
+    """On 64 hosts of 8 GPUs, a ring of all 512 sends (2m+1) Psi over every card, hybrid sharding about 2 Psi/8."""
     layout = StepLayout(GPTConfig(16, 8, 24, 4, 8), 8, 1, 4, itemsize=4, dp=512, zero_stage=3)
     hybrid = replace(layout, zero_replicas=64)
     assert replica_bytes(layout, 0, 0) == 0

@@ -90,7 +90,7 @@ def test_a_model_with_more_positions_than_the_sequence(tmp_path):
 
 
 def closed_form(tp, rank, sequence, reduction, microbatches, recompute):
-    """What one step sends over tp, in bytes of float64: see `tensor_parallel`.
+    """Return what one step sends over tp, in bytes of float64: see `tensor_parallel`.
 
     n = B T h elements travel: per layer and microbatch twice forward and twice backward, after the embedding once
     forward, before the head once backward. Each time as an all-reduce; with sequence parallelism as a reduce-scatter

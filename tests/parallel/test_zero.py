@@ -120,7 +120,7 @@ def test_prefetching_and_deferred_values_change_no_bit():
 
 
 def closed_forms(trainer, microbatches=1, syncs=1):
-    """What a step sends, from the sizes of the buckets alone: {op: bytes} of this rank."""
+    """Return what a step sends, from the sizes of the buckets alone: {op: bytes} of this rank."""
     comm, stage, reduction = trainer.mesh.dp, trainer.config.mesh.zero_stage, trainer.ddp.algorithm
 
     def over_buckets(op, algorithm):

@@ -32,7 +32,7 @@ def argv(**given):
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory):
-    """What is printed, and the JSON file: a program of its own, which starts no MPI."""
+    """Return what is printed, and the JSON file, of a program of its own, which starts no MPI."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     command = [sys.executable, "-m", "minipar.plan", *argv(**SMALL)]
     text, values = (subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["--json", "-"]))

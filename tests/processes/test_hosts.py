@@ -117,7 +117,7 @@ STARTS = {  # ranks, what one of them does before MPI starts, and what the job s
 
 @pytest.mark.parametrize("name", STARTS)
 def test_ranks_dealt_one_by_one_that_never_start_end_the_job(name, tmp_path):
-    """... and those that start late are waited for."""
+    """The others wait for ranks that start late."""
     ranks, first, words = STARTS[name]
     script = f"import os, time\nrank = int(os.environ['PMI_RANK'])\n{first}\n"
     script += "from minipar.comm import world\nworld().barrier()"

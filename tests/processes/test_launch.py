@@ -120,7 +120,7 @@ def test_a_start_of_two_ranks_that_cannot_be_is_one_line(start, env, values):
 
 
 def test_launch_returns_the_result_of_this_rank():
-    """... of as many as mpirun has started, whatever other launchers' variables say."""
+    """There are as many ranks as mpirun has started, whatever other launchers' variables say."""
     body = "sys.stdout.write(f'{launch(lambda comm: (comm.rank, comm.size))}\\n')"
     result = run_mpi(3, HEADER + body, SECONDS, {"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "8"})
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["(0, 3)", "(1, 3)", "(2, 3)"])

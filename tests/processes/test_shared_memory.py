@@ -51,7 +51,7 @@ def test_little_shared_memory_is_enough_or_one_true_line(ranks, size, tmp_path):
 
 @pytest.mark.parametrize(("ranks", "env", "transports"), [(1, {}, "^posix"), (7, {"UCX_TLS": "tcp,self"}, "tcp,self")])
 def test_mpi_takes_as_much_as_the_message_says(ranks, env, transports, tmp_path):
-    """... and the user's choice of transports stays."""
+    """The user's choice of transports stays."""
     result, _ = own_machine.run_alone(tmp_path, ranks, STATES, env=env)
     chosen, taken = result.stdout.split()
     assert chosen == transports and 0.98 * ranks * BYTES_OF_RANK < int(taken) <= ranks * BYTES_OF_RANK

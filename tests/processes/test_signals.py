@@ -92,7 +92,7 @@ def lines(path) -> int:
 
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGINT, None), (signal.SIGTERM, 2)])
 def test_a_signal_saves_the_step_and_ends_every_rank(number, rank, tmp_path):
-    """Of mpirun, or of one rank alone."""
+    """The signal goes to mpirun, or to one rank alone."""
     folder, metrics = tmp_path / "run", tmp_path / "m.jsonl"
     flags = [*LONG, "--save", str(folder), "--metrics", str(metrics)]
     result = interrupt_mpi(3, flags, lambda: lines(metrics) >= 2, number=number, rank=rank)
@@ -134,7 +134,7 @@ def test_without_save_a_signal_ends_the_training_at_once(tmp_path):
 
 
 def test_a_signal_after_the_last_step_still_ends_the_run():
-    """... one that the training has answered does not come again, and then the handlers are those of before."""
+    """A signal that the training has answered does not come again, and then the handlers are those of before."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt), noting_signals(True) as noted:

@@ -92,7 +92,7 @@ main(program)
 
 
 def test_rank_0_says_what_it_waits_for_after_30_seconds():
-    """... and then after twice that, and so on: here in units of 0.2 s."""
+    """It says so again after twice that time, and so on: here in units of 0.2 s."""
     assert SAY_SECONDS == 30
     script = """
 import time

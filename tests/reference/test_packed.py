@@ -29,7 +29,7 @@ MODELS = {
 
 
 def block_diagonal() -> torch.Tensor:
-    """What to add to scores, (B, 1, T, T): 0 for a token's own document up to itself, -inf elsewhere."""
+    """Return what to add to scores, (B, 1, T, T): 0 for a token's own document up to itself, -inf elsewhere."""
     numbers = np.cumsum(IDS == 0, axis=1)
     same = numbers[:, :, None] == numbers[:, None, :]
     mask = np.where(same & np.tri(LENGTH, dtype=bool), 0.0, -np.inf)

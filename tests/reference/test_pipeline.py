@@ -69,7 +69,7 @@ def orders(schedule):
 
 
 def executed(kind, p, m):
-    """What each rank of a torch schedule of one stage per rank does, noted while it runs."""
+    """Return what each rank of a torch schedule of one stage per rank does, noted while it runs."""
     rows = []
     for rank in range(p):
         stage = Stage(rank, p, p, rank)

@@ -256,7 +256,7 @@ def period(folder, number, flags):
 
 @pytest.mark.parametrize(("change", "odd"), [("", None), ("--dp 3", 0), ("--dp 3", 2), ("--lr 0.5", 1)])
 def test_one_odd_period_is_enough_for_other_bits(change, odd, tmp_path):
-    """... than those of one device that starts at step 0: of sums in another order, or of another update."""
+    """One device that starts at step 0 has others: those of sums in another order, or of another update."""
     for number in range(3):
         period(tmp_path, number, f"--dp 2 {change if number == odd else ''}")
     config = config_for(f"--dp 2 --resume {tmp_path}")

@@ -115,7 +115,7 @@ def test_a_text_file_is_its_bytes_and_a_bin_file_its_uint16(write):
 @pytest.mark.parametrize("size", [2_000, 20_000])
 @pytest.mark.parametrize("name", ["a", "a.bin"])
 def test_the_fingerprint_sees_another_text(name, size, write, monkeypatch):
-    """Of a long text only the length and 64 pieces of 1 KiB, evenly spaced: the price of milliseconds."""
+    """A long text's digest has its length and 64 pieces of 1 KiB, evenly spaced: the price of milliseconds."""
     monkeypatch.setattr(data, "STDLIB_BYTES", 10_000)
     text = np.random.Generator(np.random.Philox(1)).integers(0, 256, size, np.uint8)
 
@@ -158,7 +158,7 @@ def test_a_file_cut_off_while_it_is_read_is_an_error(write):
 
 @pytest.mark.parametrize("flag", ["--data", "--eval-data"])
 def test_ranks_that_read_different_texts_are_refused(flag, tmp_path):
-    """Of the same length, under the same name: as a copy of a file that is stale on one host."""
+    """The file has the same length and the same name, as a copy of a file that is stale on one host."""
     text = bytes(range(200))
     for rank in range(3):
         (tmp_path / f"{rank}").mkdir()

@@ -13,7 +13,7 @@ from minipar.train.verify import is_exact
 
 
 def promised(flags):
-    """What the program says of a cell: "no" if refused, "=" for bits, "≈" for the bound, each with "*" for a note."""
+    """Return the program's word on a cell: "no" if refused, "=" for bits, "≈" for the bound, with "*" for a note."""
     try:
         config = config_for(flags)
     except UsageError:

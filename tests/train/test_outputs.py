@@ -82,7 +82,7 @@ def test_a_model_directory_trains_on_from_its_weights(tmp_path):
 
 
 def test_the_networks_prices_are_alpha_and_then_beta(tmp_path):
-    """Of every message in the trace, which is a second under way, and a microsecond for each of its bytes."""
+    """Each message in the trace is a second under way, and a microsecond for each of its bytes."""
     run(f"--clock model --network 1 1e-6 --trace {tmp_path}/trace.json", 2)
     ends = {}
     for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:

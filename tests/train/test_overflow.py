@@ -124,7 +124,7 @@ def test_a_step_is_finite_if_its_loss_and_norm_are():
 
 @pytest.mark.parametrize("flags", ["--dtype fp16", "--skip-nonfinite"])
 def test_a_skipped_step_is_not_saved_on_the_way(flags, tmp_path):
-    """Of four steps the third is skipped, so the last two that were saved are 2 and 4."""
+    """The third of four steps is skipped, so the last two that were saved are 2 and 4."""
     config = config_of(f"{RUN} --dp 2 {flags} --save {tmp_path} --save-every 1 --steps 4")
     kind = type("Overflowing", (Overflowing,), {"where": 1, "bad": (2,)})
 

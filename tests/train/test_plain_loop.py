@@ -92,7 +92,7 @@ def configuration(choice, directory, more: str = ""):
 
 
 def plain_arrays(choice, text=TEXT.ids):
-    """What the plain loop gives: (parameters, losses and norms). With --init-from too its model is made, not loaded."""
+    """Return the plain loop's (parameters, losses and norms). With --init-from too its model is made, not loaded."""
     options = {"dtype": choice["dtype"], "dropout": choice["dropout"], "recompute": choice["recompute"] == "full"}
     if choice["init_from"]:
         model = GPT(START, **options)
@@ -125,7 +125,7 @@ def directory(tmp_path_factory):
 
 
 def trained(config):
-    """What the Trainer gives on one device: (parameters, losses and norms)."""
+    """Return what the Trainer gives on one device: (parameters, losses and norms)."""
     trainer = trainer_for(config, TEXT)
     results = reports(trainer.train())
     return bits(trainer.state_dict()), results
@@ -145,7 +145,7 @@ def test_the_trainer_is_the_plain_loop_bit_for_bit(number, directory):
 
 
 def resumed(choice, directory, folder):
-    """What a run gives that is saved after 3 steps and continued by another Trainer."""
+    """Return what a run gives that is saved after 3 steps and continued by another Trainer."""
     config = configuration(choice, directory, f"--save {folder}")
     first = trainer_for(config, TEXT)
     results = [first.step(step) for step in range(3)]
@@ -203,7 +203,7 @@ def test_a_parallel_run_is_the_plain_loop_too(flags):
 
 @pytest.mark.parametrize("number", [0, 1, len(covering()) - 1])
 def test_the_program_writes_what_the_plain_loop_gives(number, directory, tmp_path, monkeypatch):
-    """What `--metrics` and `--export` write. `--eval-every` holds back the last tenth of the text."""
+    """Return what `--metrics` and `--export` write. `--eval-every` holds back the last tenth of the text."""
     (tmp_path / "text").write_bytes(TEXT.ids.tobytes())
     flags = f"--data {tmp_path}/text --metrics {tmp_path}/metrics --export {tmp_path}/model --eval-every 2"
     choice = covering()[number]

@@ -261,7 +261,7 @@ class Device(SimpleNamespace):
 
 
 def problem(gradient, difference, exact=False):
-    """What GradientCheck says if the ranks' gradient of w differs by this much from gradient(w) on one device."""
+    """Return GradientCheck's words if the ranks' gradient of w differs by this much from gradient(w) on one device."""
     device = Device(gradient)
     ranks = quantities(3.0, device.state_dict(True), np.zeros(0))
     ranks["gradient of w"] = ranks["gradient of w"] + np.array([difference, 0.0])

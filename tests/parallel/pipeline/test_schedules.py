@@ -86,7 +86,7 @@ def test_bubble_fractions_are_the_closed_forms(durations):
 
 @pytest.mark.parametrize("durations", [UNEQUAL, LARGE_W], ids=["small W", "large W"])
 def test_interleaving_divides_the_bubble_by_v(durations):
-    """Of equal stages: ((p-1)/v) / (m + (p-1)/v) of the total, (p-1)/(vm) of the ideal time, as Megatron prints it."""
+    """Equal stages give ((p-1)/v) / (m + (p-1)/v) of the total, (p-1)/(vm) of the ideal time, as Megatron prints it."""
     for v in (1, 2, 3):
         for p, m in grid("interleaved-1f1b", (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)):
             found = timeline("interleaved-1f1b", p, m, v, durations).bubble_fraction

@@ -201,7 +201,7 @@ def settings(kind):
 
 @pytest.fixture(scope="module")
 def page():
-    """What node makes of all settings: {"answers": {kind: [...]}, "COLOURS": {...}, ...}."""
+    """Return what node makes of all settings: {"answers": {kind: [...]}, "COLOURS": {...}, ...}."""
     questions = [[kind, setting] for kind in KINDS for setting in settings(kind)]
     script = str(Path(__file__).with_name("explorers.mjs"))
     result = subprocess.run([NODE, script], input=json.dumps(questions), capture_output=True, text=True, timeout=300)

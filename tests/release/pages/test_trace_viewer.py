@@ -161,7 +161,7 @@ def spans_of(trace):
 
 @pytest.fixture(scope="module")
 def page(traces):
-    """What node makes of all traces, texts and names."""
+    """Return what node makes of all traces, texts and names."""
     questions = [{"data": data, "spans": spans_of(parse_trace(data))} for data in traces]
     asked = json.dumps({"traces": questions, "texts": [*TEXTS, TRACE], "names": NAMES})
     script = str(Path(__file__).with_name("traces.mjs"))

@@ -64,7 +64,7 @@ def test_8b_runs_are_ranked_on_every_number_of_hosts():
 
 
 def test_the_best_8b_mesh_is_in_the_first_three():
-    """And the planner's first choice reaches nine tenths of the fastest run, on every number of hosts."""
+    """The planner's first choice reaches nine tenths of the fastest run, on every number of hosts."""
     choices = [choice(group) for group in groups(without_pipeline("8B")).values()]
     assert max(one.best_mesh for one in choices) <= 3 and min(one.first for one in choices) > 0.9
 

@@ -69,7 +69,7 @@ def pairs(some: dict) -> set:
 
 
 def every_legal_pair() -> set:
-    """Of all legal combinations, one by one."""
+    """All legal combinations run, one by one."""
     found = set()
     for values in itertools.product(*list(AXES.values())[:6]):
         some = dict(zip(AXES, values, strict=False))
