@@ -144,7 +144,7 @@ def gpt(inputs, weights, layers, heads):
 L, V = 2, 256  # layers, that is blocks; tokens in the vocabulary
 config = nn.GPTConfig(vocab_size=V, n_positions=96, n_embd=h, n_layer=L, n_head=a)
 tokens = load_tokens(None, vocab_size=V, seq_len=config.n_positions)  # source text of Python's standard library
-inputs, targets = Batches(tokens, seq_len=T, global_batch=B, order="random", seed=0).batch(step=0, samples=range(B))
+inputs, targets = Batches(tokens, length=T, global_batch=B, order="random", seed=0).batch(step=0, samples=range(B))
 model = nn.GPT(config, seed=0, dtype="float64")
 weights = model.state_dict()
 logits = gpt(inputs, weights, L, a)
@@ -393,7 +393,7 @@ from minipar.generate import generate
 
 def train(model, steps=50, rate=4e-3):
     """Train with AdamW; returns the loss of each step."""
-    batches = Batches(tokens, seq_len=32, global_batch=8, order="random", seed=0)
+    batches = Batches(tokens, length=32, global_batch=8, order="random", seed=0)
     optimizer = nn.AdamW(model.parameters(), lr=rate)
     losses = []
     for step in range(steps):
@@ -408,7 +408,7 @@ def train(model, steps=50, rate=4e-3):
 
 def written(model, beginning="def ", count=120):
     """The beginning and the text that the model adds to it. A dot stands for a byte that is no printable character."""
-    drawn = generate(model, list(beginning.encode()), count, temperature=0.8, top_k=V, seed=2)
+    drawn = generate(model, list(beginning.encode()), count, temperature=0.8, seed=2)
     return "".join(chr(byte) if byte == 10 or 32 <= byte < 127 else "·" for byte in drawn)
 
 

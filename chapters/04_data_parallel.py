@@ -82,7 +82,7 @@ B, T = 2, 16
 N = B * T
 config = mp.GPTConfig(vocab_size=256, n_positions=T, n_embd=32, n_layer=2, n_head=4)
 text = load_tokens(None, vocab_size=256, seq_len=T)
-batches = Batches(text, seq_len=T, global_batch=d * B, order="random", seed=0)
+batches = Batches(text, length=T, global_batch=d * B, order="random", seed=0)
 
 
 def fresh():

@@ -121,7 +121,7 @@ for ranks, printed in PAPER.items():
 # *Deeper, 2 minutes.*
 #
 # The library's version gives the same bytes. It also handles uneven chunks, other precisions, and accumulated gradients
-# (5.9). With `--memory-limit` the trainer, `python -m minipar.train`, uses it to refuse a run before it starts.
+# (5.9). The planner of chapter 10 uses it to leave out the layouts that do not fit into a GPU's memory.
 
 # %%
 if rank == 0:
@@ -597,7 +597,7 @@ text = load_tokens(None, vocab_size=256, seq_len=T)
 
 def train(wrap, m=1, every=False, steps=STEPS):
     """Train with m microbatches of one sample; `every`: send the gradients of each of them, without `no_sync`."""
-    batches = Batches(text, seq_len=T, global_batch=m * d, order="random", seed=0)
+    batches = Batches(text, length=T, global_batch=m * d, order="random", seed=0)
     wrapper = wrap(mp.GPT(config, dtype="float64", deferred=True), comm, algorithm="ordered")
     optimizer = mp.AdamW(wrapper.parameters(), lr=3e-3)
     losses = []

@@ -801,44 +801,43 @@ if rank == 0:
     show_source(grad_norm.clip_grad_norm)
 
 # %% [markdown]
-# `verify` trains. After each step, one device computes that step from the same state: loss, norm and gradients are
-# compared within 16 roundings of a gradient's norm ($3.6\cdot10^{-15}$ in float64), and the update that AdamW makes of
-# these gradients to the bit. (Why not compare two whole runs? The bias of the keys has the gradient 0, because softmax
-# does not see a constant added to a row. In floating point it is noise of about $10^{-19}$. AdamW divides each gradient
-# by its own size plus eps, so a training enlarges this noise by 1/eps, for the default $10^{8}$ times. `--eps 1e-6`
-# keeps it small where 6.12 compares runs.)
+# `verify` takes the same steps on one device, and compares the loss and the gradient norm of each step, and in the end
+# every parameter. (How near must they be? The bias of the keys has the gradient 0, because softmax does not see a
+# constant added to a row. In floating point it is noise of about $10^{-19}$. AdamW divides each gradient by its own
+# size plus eps $= 10^{-8}$, so a training enlarges this noise $10^8$ times, and each step adds to it. A mistake changes
+# far more. In float64 the two are many digits apart, so one bound decides: $10^{-9}$ of an array's largest value.)
 
 # %%
 from minipar.comm import DeviceMesh
-from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
+from minipar.train.flags import parse
 from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 
 tokens = load_tokens(None, vocab_size=V, seq_len=T)
 TP = max((k for k in range(2, t) if t % k == 0), default=t)  # the largest divisor that leaves something for dp
 FLAGS = f"--layers {L} --hidden {h} --heads {a} --seq-len {T} --vocab-size {V} --dtype float64 --lr 3e-3".split()
-FLAGS += "--clip-grad 0.5 --eps 1e-6 --steps 3".split()
+FLAGS += "--clip-grad 0.5 --steps 3".split()
 
 
 def make_trainer(tp, *flags):
     batch = str(4 * (t // tp))
-    config = resolve(parse([*FLAGS, "--tp", str(tp), "--global-batch", batch, *flags], rank), t)
-    return Trainer(config, DeviceMesh(comm, dp=t // tp, tp=tp), tokens)
+    args = parse([*FLAGS, "--tp", str(tp), "--global-batch", batch, *flags], t)
+    return Trainer(args, DeviceMesh(comm, dp=t // tp, tp=tp), tokens)
 
 
 with_zero_3 = ["--zero-stage", "3"]
 if TP > 1:
     with_zero_3.append("--sequence-parallel")
 for flags in (["--zero-stage", "0"], with_zero_3):
-    trainer = make_trainer(TP, *flags, "--dropout", "0.1")
-    verdict = verify(trainer)
+    trainer = make_trainer(TP, *flags)
+    verdict = verify(trainer, list(trainer.train()))
     assert verdict.passed, verdict.line
     say(f"tp {TP} x dp {t // TP} {' '.join(flags)}\n  {verdict.line}")
 
 # %% [markdown]
 # (A prime number of ranks leaves nothing for dp; then tp takes them all.) The losses, the gradient norms and every
-# parameter agree, dropout, clipping, ZeRO and sequence parallelism included.
+# parameter agree, clipping, ZeRO and sequence parallelism included.
 #
 # ## 6.11 What it costs: the link
 #
@@ -980,7 +979,7 @@ if rank == 0:
 
 # %%
 from chapters.support.ch06.mistakes import MISTAKES, examine
-from minipar.train.one_device import train_on_one_device
+from minipar.train.verify import one_device
 
 CHECKS = ("ranks", "bytes", "step 1", "step 3")
 predict("1. bias on every rank", ...)  # replace the dots by a list of checks, such as ["ranks", "bytes"]
@@ -992,8 +991,9 @@ predict("5. no sum of partial gradients", ...)
 # %%
 single = {}
 for steps in (1, 3) if rank == 0 else ():
-    config = resolve(parse([*FLAGS, "--global-batch", "4", "--steps", str(steps)]), 1)
-    single[steps] = train_on_one_device(config, tokens)
+    alone = one_device(parse([*FLAGS, "--global-batch", "4", "--steps", str(steps)]), tokens)
+    results = list(alone.train())
+    single[steps] = alone.state_dict(), results
 caught = {}
 losses = {}
 for name in MISTAKES:

@@ -794,9 +794,9 @@ from minipar.comm import Network
 modelled = {}
 per_host = comm.size if comm.size % 4 else 4  # all on one host, unless they fill hosts of four
 for flags in runs.layouts_of(comm.size, per_host):
-    config, _ = runs.configured(flags)
+    args = runs.args_of(flags)
     machine = runs.modelled(comm.size, per_host)
-    modelled[flags] = runs.planned(config, machine).total, runs.run_on_the_model_clock(comm, config, machine)
+    modelled[flags] = runs.planned(args, machine).total, runs.run_on_the_model_clock(comm, args, machine)
 modelled |= dict(zip(runs.FAR, shared(comm, runs.on_64_threads, [(flags,) for flags in runs.FAR]), strict=True))
 for flags, (prediction, run) in modelled.items():
     say(f"{flags:<76}{1e3 * prediction:>9.3f}{1e3 * run:>9.3f} ms {prediction / run - 1:>+8.2%}")
@@ -813,8 +813,8 @@ cases = runs.cases(comm.size)
 rows = bench.measure(comm, list(cases.values()), 3, network)
 if rank == 0:
     say(f"{'planner, run:':<54}{'seconds of a step':>18}{'MB of the fullest rank':>26}")
-    for (flags, config), row in zip(cases.items(), rows, strict=True):
-        step, held = bench.predict(config, Machine(costs, network), config.model.seq_len)
+    for (flags, args), row in zip(cases.items(), rows, strict=True):
+        step, held = bench.predict(args, Machine(costs, network))
         row |= {"predicted_seconds": step.total, "predicted_bytes": held.total}
         megabytes = f"{held.total / 1e6:>12.1f}{row['peak_bytes'] / 1e6:>8.1f}"
         say(f"{flags:<54}{step.total:>10.3f}{row['seconds']:>8.3f}{megabytes}")

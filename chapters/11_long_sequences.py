@@ -819,9 +819,8 @@ say("the library's attend and attend_backward = ours")
 
 # %% [markdown]
 # What does the library add? Its blocks have 128 queries and up to 1024 keys, sizes that a benchmark chose. Queries of
-# heads that share keys have a dim of their own. It runs on a GPU. `--attention` chooses: `blockwise`, `full` (the whole
-# table), or `auto`, which is full for sequences of at most one block of 128 tokens, and wherever dropout falls on the
-# probabilities: its mask is a whole table, too.
+# heads that share keys have a dim of their own. It runs on a GPU. A sequence of at most one block of 128 tokens gets
+# the whole table, and so does a model with dropout on the probabilities: its mask is a whole table, too.
 #
 # Context parallelism is `parallel/context.py`. Backward of the ring is one loop, in which one can read in which order
 # the messages leave:
@@ -864,40 +863,37 @@ for method in METHODS if c > 1 else ():
 # the next block's terms are computed; ours waited for each hop.
 #
 # A model is not changed for it. `context_parallel` replaces its attention and its positions by those of the rank's
-# tokens, and takes the rank's part of its dropout masks. On a mesh cp lies between dp and tp; what data parallelism and
-# ZeRO do, they do over `mesh.dp_cp`. Here GPT-2 trains in every layout cp x dp of the ranks that we have, with clipping
-# and ZeRO stage 3, against one device (three steps, each from the same state). Ulysses drops probabilities, too: its
-# ranks have whole tables of some heads. The ring and the all-gather refuse that, because no rank has a table.
+# tokens. On a mesh cp lies between dp and tp; what data parallelism and ZeRO do, they do over `mesh.dp_cp`. Here GPT-2
+# trains in every layout cp x dp of the ranks that we have, three steps with clipping and ZeRO stage 3, against one
+# device:
 
 # %%
+from minipar.bench.layouts import step_layout
 from minipar.comm import DeviceMesh
 from minipar.parallel.traffic import predicted_traffic
-from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.from_config import step_layout
+from minipar.train.flags import parse
 from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 
 heads = c * -(-24 // c)  # a multiple of c
 length = 2 * heads  # a multiple of 2c
-FLAGS = f"--layers 2 --hidden {4 * heads} --heads {heads} --seq-len {length} --dtype float64 --lr 3e-3 --eps 1e-6"
+FLAGS = f"--layers 2 --hidden {4 * heads} --heads {heads} --seq-len {length} --dtype float64 --lr 3e-3"
 text = load_tokens(None, vocab_size=256, seq_len=length)
 for cp in (k for k in range(2, c + 1) if c % k == 0):
     for method in METHODS if cp == c else ("ring",):
-        dropout = 0.1 if method == "ulysses" else 0
         flags = f"{FLAGS} --cp {cp} --context-parallel {method} --zero-stage 3 --clip-grad 0.5 --steps 3"
-        flags += f" --dropout {dropout}"
-        config = resolve(parse(f"{flags} --global-batch {2 * c // cp}".split(), rank), c)
-        trainer = Trainer(config, DeviceMesh(comm, dp=c // cp, cp=cp), text)
+        args = parse(f"{flags} --global-batch {2 * c // cp}".split(), c)
+        trainer = Trainer(args, DeviceMesh(comm, dp=c // cp, cp=cp), text)
         comm.traffic.reset()
-        verdict = verify(trainer)  # whose own messages do not count
-        assert comm.traffic.bytes(axis="cp") == 3 * predicted_traffic(step_layout(config), rank)["cp"]
+        results = list(trainer.train())
+        assert comm.traffic.bytes(axis="cp") == 3 * predicted_traffic(step_layout(args), rank)["cp"]
+        verdict = verify(trainer, results)
         assert verdict.passed, verdict.line
         say(f"cp {cp} x dp {c // cp}, {method}\n  {verdict.line}")
 
 # %% [markdown]
-# On the command line: `--cp 4 --context-parallel ring`, `all-gather` or `ulysses`, and `--cp-order contiguous` for
-# those who want to see 11.6 on a clock.
+# On the command line: `--cp 4 --context-parallel ring`, `all-gather` or `ulysses`.
 #
 # ## 11.11 PyTorch's names
 #
@@ -1014,9 +1010,9 @@ say(f"scores: {seen.sum()} of {48 * 49 // 2} without boundaries")
 
 # %% [markdown]
 # **The loss at a boundary.** The target of a document's last token would be the first token of another document, which
-# nothing predicts. minipar ignores it, and does not count it: the mean is over the targets that are left on all ranks
-# of dp and cp together, whose number differs from step to step. (Megatron-LM's `--eod-mask-loss` ignores these targets,
-# too; without it the boundary is trained like any other token.)
+# nothing predicts. Give it the target -100: PyTorch and minipar ignore such a target, and do not count it. The mean is
+# over the targets that are left on all ranks of dp and cp together, whose number differs from step to step.
+# (Megatron-LM ignores these targets with `--eod-mask-loss`; without it the boundary is trained like any other token.)
 #
 # **The work.** A document of $n$ tokens has $n(n+1)/2$ scores, so 48 tokens in one document are 1,176 scores and in
 # three of 16 tokens 408. Ranks with equally many tokens need not have equal work: over ranks a rank's queries see
@@ -1045,10 +1041,9 @@ for name, owner in (("zig-zag over the sample", deal([48], 4)), ("in each docume
 # %% [markdown]
 # In documents of hundreds of tokens the second line is over 99 %, in each step of the ring too. (Of real GPUs 75.9 % of
 # one device's speed is published for zig-zag in documents and 58.1 % for an all-gather, on 8 H800; that counts messages
-# and small kernels.) In the library: `with mp.packed(position_ids):`, or `--pack ID`, where token ID ends a document.
-# [The museum](../docs/museum.md) has what happens if cp forgets the boundaries (exhibit 31): the loss does not show it.
-# The norm does, beside a right run. Without one take the probe above: change a token of the first document, and look
-# for outputs that move in another.
+# and small kernels.) In the library: `with mp.packed(position_ids):`. [The museum](../docs/museum.md) has what happens
+# if cp forgets the boundaries (exhibit 31): the loss does not show it. The norm does, beside a right run. Without one
+# take the probe above: change a token of the first document, and look for outputs that move in another.
 #
 # ## 11.14 Problems
 #

@@ -497,28 +497,30 @@ say("the library's layer over the same ranks = ours: results, and gradients of t
 # `mapping` makes a step of autograd of two functions that are each other's adjoint; that dispatch and combine are such
 # a pair is all of its backward. What does the library add? Each parameter's `Placement` says which rank of ep holds it.
 # From this follow the ranks over which a gradient is summed, the norm over all experts, checkpoints that move to
-# another $P$, and every ZeRO stage. The axis ep is not a new dim of the mesh: experts have a mesh of their own over the
-# ranks of a stage, dp x cp x tp = edp x ep x etp. `edp` are the ranks that hold the same experts, and `etp` those that
-# have parts of one. Without `--etp` these are all of tp, which cuts experts like any layer. With sequence parallelism
-# each rank of tp has tokens of its own, so with `--etp 1` it may route these, and experts stay whole: no gather and no
-# sum over tp around them, and products that are not narrowed (*parallel folding*, Liu et al. 2025, arXiv 2504.14960).
-# Here a Mixtral trains with each $P$ that divides our ranks, with clipping, without ZeRO and with stage 3, against one
-# device:
+# another $P$, and every ZeRO stage. The axis ep is not a new dim of the mesh: it is folded from dp and cp, dp x cp =
+# edp x ep, and `edp` are the ranks that hold the same experts. tp cuts each expert like any MLP. (With sequence
+# parallelism each rank of tp has tokens of its own. In Megatron-LM it may route these, and experts stay whole: no
+# gather and no sum over tp around them, and products that are not narrowed. This is *parallel folding*, Liu et al.
+# 2025, arXiv 2504.14960.) Here a Mixtral trains with each $P$ that divides our ranks, with clipping, without ZeRO and
+# with stage 3, against one device:
 
 # %%
-from minipar.train.config import parse, resolve
+from dataclasses import replace
+
 from minipar.train.data import load_tokens
+from minipar.train.flags import parse
 from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 
-FLAGS = f"--model mixtral --layers 2 --hidden 16 --heads 4 --kv-heads 2 --ffn 24 --experts {E} --seq-len 8 --steps 3"
+FLAGS = "--model mixtral --layers 2 --hidden 16 --heads 4 --seq-len 8 --steps 3 --dtype float64 --lr 3e-3"
 text = load_tokens(None, vocab_size=256, seq_len=8)
 for ep in (p for p in range(2, P + 1) if P % p == 0):
     for stage in (0, 3):
         flags = f"{FLAGS} --dp {P} --ep {ep} --zero-stage {stage} --global-batch {2 * P} --clip-grad 0.5"
-        training = resolve(parse(f"{flags} --dtype float64 --lr 3e-3 --eps 1e-5".split(), rank), P)
-        trainer = Trainer(training, DeviceMesh(comm, dp=P, ep=ep), text)
-        verdict = verify(trainer)
+        args = parse(flags.split(), P)
+        args.shape = replace(args.shape, num_local_experts=E)  # on the command line a config.json says it
+        trainer = Trainer(args, DeviceMesh(comm, dp=P, ep=ep), text)
+        verdict = verify(trainer, list(trainer.train()))
         assert verdict.passed, verdict.line
         say(f"dp {P}, ep {ep}, ZeRO stage {stage}\n  {verdict.line}")
 
@@ -768,26 +770,32 @@ for name, load in zip(("left alone", "bias", "loss"), after, strict=True):
     assert (load.max() > 2 * load.mean()) if name == "left alone" else (load.max() < 1.2 * load.mean())
 
 # %% [markdown]
-# In the library: `--aux-loss COEF` and `--router-bias RATE`. We must say over which tokens $f$ is taken. The
-# library takes each *sample* alone, so that the loss does not depend on how samples are laid over ranks. (Megatron-LM
-# takes a microbatch of a rank by default: there the auxiliary loss, and with it the model, changes with the layout.)
-# The bias counts the load of the global batch, a sum of $E$ integers per layer over all ranks.
-#
+# The library adds the auxiliary loss if a model's `config.json` says `output_router_logits`; `router_aux_loss_coef` is
+# its coefficient. We must say over which tokens $f$ is taken. The library takes each *sample* alone, so that the loss
+# does not depend on how samples are laid over ranks. (Megatron-LM takes a microbatch of a rank by default: there the
+# auxiliary loss, and with it the model, changes with the layout.) A bias counts the load of the global batch, a sum of
+# $E$ integers per layer over all ranks. The library has none, but on one device it is a router with one term more:
+
+# %%
+from chapters.support.ch12.balance import Router, train_balance
+
+if rank == 0:
+    show_source(Router.route_with_bias, Router.finish_step)
+
+# %% [markdown]
 # Here a Mixtral of 2 layers with 8 experts learns Python's text for 200 steps, on one device (a character is a token,
 # and some, as the space, are frequent). We look at its last layer; *idle* are experts with less than 1 % of the rows.
 #
 # **Predict**: a router is left alone. How many times the mean load has its busiest expert at the end? And which of the
-# three runs has the lowest loss: "left alone", "aux-loss 0.02" or "router-bias 0.003"?
+# three runs has the lowest loss: "left alone", "auxiliary loss" or "bias"?
 
 # %%
 predict("most / mean of the router that is left alone", ...)
 predict("the lowest loss", ...)
 
 # %%
-from chapters.support.ch12.balance import train_balance
-
-OPTIONS = {"left alone": "", "aux-loss 0.02": "--aux-loss 0.02", "router-bias 0.003": "--router-bias 0.003"}
-trained = dict(zip(OPTIONS, shared(comm, train_balance, [(options,) for options in OPTIONS.values()]), strict=True))
+REMEDIES = {"left alone": (0.0, 0.0), "auxiliary loss": (0.02, 0.0), "bias": (0.0, 0.003)}  # coefficient, rate
+trained = dict(zip(REMEDIES, shared(comm, train_balance, list(REMEDIES.values())), strict=True))
 loads = {name: np.array(counts) for name, (_, counts) in trained.items()}  # (steps, E)
 most = {name: (load.max(axis=1) / load.mean(axis=1))[-20:].mean() for name, load in loads.items()}
 idle = {name: int((load[-20:].sum(axis=0) < 0.01 * load[-20:].sum()).sum()) for name, load in loads.items()}
@@ -795,7 +803,7 @@ for name, (losses, _) in trained.items():
     say(f"{name:<18} last 20 steps: loss {np.mean(losses[-20:]):.3f}, most / mean {most[name]:.2f}, idle {idle[name]}")
 reveal("most / mean of the router that is left alone", float(most["left alone"]), say)
 reveal("the lowest loss", min(trained, key=lambda name: np.mean(trained[name][0][-20:])), say)
-assert most["left alone"] > 3.5 and max(most["aux-loss 0.02"], most["router-bias 0.003"]) < 2.2
+assert most["left alone"] > 3.5 and max(most["auxiliary loss"], most["bias"]) < 2.2
 if rank == 0:
     show(figures.plot_balance(loads), "12_balance")
 
@@ -845,14 +853,14 @@ for F in (1.0, 1.25, 2.0, 4.0):
     stays = kept(chosen, C)
     rows = np.bincount(chosen.reshape(-1), minlength=E)
     assert (np.bincount(chosen[stays], minlength=E) == np.minimum(rows, C)).all()
-    moe = Mixtral(config, dtype="float64").model.layers[0].block_sparse_moe
-    fill(moe, matrices)
-    moe.capacity_factor = F
-    result = moe.compute(Tensor(x), chosen, Tensor(weights))
-    assert relative_difference(result.data, layer(one_device, E, x, chosen, weights * stays, dy)[0]) < 1e-12
+    places = np.full(E, C)
+    for choice in range(k):
+        for token, expert in enumerate(chosen[:, choice]):
+            assert stays[token, choice] == (places[expert] > 0)
+            places[expert] -= 1
     of_runs = ", ".join(f"{name} {dropped(load[-20:], F):.0%}" for name, load in loads.items())
-    say(f"F = {F:<4} drops {1 - stays.mean():.0%} of our rows, as in the library; of 12.7's: {of_runs}")
-assert dropped(loads["left alone"][-20:], 1.25) > 0.5 > 0.2 > dropped(loads["router-bias 0.003"][-20:], 1.25)
+    say(f"F = {F:<4} drops {1 - stays.mean():.0%} of our rows; of 12.7's: {of_runs}")
+assert dropped(loads["left alone"][-20:], 1.25) > 0.5 > 0.2 > dropped(loads["bias"][-20:], 1.25)
 if rank == 0:
     factors = np.linspace(1, 4, 25)
     shares = {name: [100 * dropped(load[-20:], F) for F in factors] for name, load in loads.items()}
@@ -877,10 +885,9 @@ say(f"all tokens on one rank, or half on each of two: {changed} of {whole.size} 
 assert changed
 
 # %% [markdown]
-# So the number of ranks, and of microbatches, becomes part of the model, as batch statistics once were. minipar proves
-# `--capacity-factor` against one device that drops the same rows; that it equals one device that takes all tokens at
-# once it cannot prove, because it is not so. Dropless layers (MegaBlocks, Mixtral, and ours so far) have none of this:
-# they compute what was asked, and pay with sizes that only the router knows.
+# So the number of ranks, and of microbatches, becomes part of the model, as batch statistics once were: that many ranks
+# equal one device cannot be proved, because it is not so. Dropless layers (MegaBlocks, Mixtral, and ours so far) have
+# none of this: they compute what was asked, and pay with sizes that only the router knows.
 #
 # ## 12.9 The planner's answer
 #
@@ -925,9 +932,10 @@ comm.barrier()
 #
 # | minipar | Megatron-LM | DeepSpeed-MoE | PyTorch, torchtitan |
 # | --- | --- | --- | --- |
-# | `--experts E --top-k k` | `--num-experts`, `--moe-router-topk` | `num_experts`, `k` | `num_experts`, `top_k` |
+# | `num_local_experts` | `--num-experts` | `num_experts` | `num_experts` |
+# | `num_experts_per_tok` | `--moe-router-topk` | `k` | `top_k` |
 # | `--ep P` | `--expert-model-parallel-size` | `ep_size` | `expert_parallel_degree`, mesh dim `ep` |
-# | `--etp Q` | `--expert-tensor-parallel-size` | `enable_expert_tensor_parallelism` | `expert_tensor_parallel_degree` |
+# | `--tp T`, of experts | `--expert-tensor-parallel-size` | `enable_expert_tensor_parallelism` | a degree of its own |
 # | `edp`, ranks with the same experts | expert data parallel group | expert data parallel group | mesh dim `efsdp` |
 # | `MoE.route` | `TopKRouter` | `TopKGate` | `TokenChoiceTopKRouter` |
 # | dispatch, combine | token dispatcher `alltoall` | `_AllToAll` | `all_to_all_single` with splits |

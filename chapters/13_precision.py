@@ -280,17 +280,16 @@ from chapters.support.predict import predict, reveal
 predict("bytes of model state per parameter", ...)  # replace the dots by a number
 
 # %% [markdown]
-# The ledger of chapter 5 says what a run really holds. Here a small GPT trains over our ranks at each ZeRO stage, with
-# gradients in fp32 and in bf16:
+# The ledger of chapter 5 says what a run really holds. Here a small GPT trains over our ranks at each ZeRO stage:
 
 # %%
 from chapters.support.ch13 import train
+from minipar.bench.layouts import step_layout
 from minipar.comm import DeviceMesh
 from minipar.memory import MemoryLedger
 from minipar.parallel.memory import elements_placed, model_state, precision_of
-from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.from_config import step_layout
+from minipar.train.flags import parse
 from minipar.train.trainer import Trainer
 
 text = load_tokens(None, vocab_size=256, seq_len=32)
@@ -299,8 +298,8 @@ text = load_tokens(None, vocab_size=256, seq_len=32)
 def trainer_for(flags, kind=Trainer, **axes):
     axes = axes or {"dp": P}
     mesh = " ".join(f"--{axis} {size}" for axis, size in axes.items())
-    config = resolve(parse(f"{train.MODEL} --steps 3 {mesh} {flags}".split(), rank), P)
-    return kind(config, DeviceMesh(comm, **axes), text)
+    args = parse(f"{train.MODEL} --steps 3 {mesh} {flags}".split(), P)
+    return kind(args, DeviceMesh(comm, **axes), text)
 
 
 def held_by(flags):
@@ -312,28 +311,25 @@ def held_by(flags):
     return trainer, {kinds[:3] for _, kinds in ledger.moments}
 
 
-for dtype, width in (("fp32", 18), ("bf16", 16)):
-    for stage in range(4):
-        trainer, held = held_by(f"--gradients {dtype} --reduce-dtype {dtype} --zero-stage {stage}")
-        psi, own = elements_placed(step_layout(trainer.config).placements(), rank)
-        expected = model_state(psi, own, stage, precision_of("bfloat16", trainer.config.run.gradients))
-        assert psi == trainer.size and held == {(expected.parameters, expected.gradients, expected.optimizer)}
-        assert stage > 0 or held == {(2 * psi, (width - 14) * psi, 12 * psi)}
-        if (dtype, stage) == ("fp32", 0):
-            reveal("bytes of model state per parameter", expected.total // psi, say)
-        equal = f"{width} Psi, Psi = {psi:,}" if stage == 0 else "the formula's"
-        say(f"gradients in {dtype}, stage {stage}: {expected.total:>7,} bytes on rank 0 = {equal}")
-trainer, held = held_by("--reduce-dtype bf16")
-assert max(map(sum, held)) == 20 * trainer.size
-say(f"gradients in fp32, sums in bf16: up to {20 * trainer.size:,} bytes = 20 Psi")
+for stage in range(4):
+    trainer, held = held_by(f"--zero-stage {stage}")
+    psi, own = elements_placed(step_layout(trainer.args).placements(), rank)
+    expected = model_state(psi, own, stage, precision_of("bfloat16"))
+    assert psi == sum(trainer.sizes.values())
+    assert held == {(expected.parameters, expected.gradients, expected.optimizer)}
+    if stage == 0:
+        assert held == {(2 * psi, 4 * psi, 12 * psi)}
+        reveal("bytes of model state per parameter", expected.total // psi, say)
+    equal = f"18 Psi, Psi = {psi:,}" if stage == 0 else "the formula's"
+    say(f"stage {stage}: {expected.total:>7,} bytes on rank 0 = {equal}")
 
 # %% [markdown]
 # Weight 2 bytes, gradient 4, master 4, two moments 4 each: $2 + 4 + 12 = 18$. **Training in 16 bits saves no model
 # state**; with fp32 gradients it takes 2 bytes more than fp32 (but ZeRO's stages save more of it, since they divide the
-# 12). It saves activations, the bytes of all messages but sums (13.7), and time. `--gradients bf16` gives the 16 bytes
-# of the ZeRO paper (chapter 5). `--reduce-dtype bf16` is about sums over ranks (13.5). If the two differ, plain data
-# parallelism has the gradient in both: 20. The ledger and the formula are equal at every moment of a step. As a
-# command line: `--dtype bf16 --memory out/memory.json`.
+# 12). It saves activations, the bytes of all messages but sums (13.7), and time. The ZeRO paper's 16 bytes (chapter 5)
+# have gradients in bf16. Some frameworks add up in fp32 and sum over ranks in bf16 (13.5): then plain data parallelism
+# has the gradient in both, 20 bytes. The ledger and the formula are equal at every moment of a step. As a command line:
+# `--dtype bf16 --memory out/memory.json`.
 #
 # ## 13.4 Gradients that vanish
 #
@@ -392,8 +388,10 @@ if rank == 0:
 
 # %%
 from minipar.comm import chunk_bounds
-from minipar.train.precision import LOSS_SCALE, LossScaler
+from minipar.more.precision import LossScale
+from minipar.train.scaled_trainer import ScaledTrainer
 
+LOSS_SCALE = LossScale().factor  # 2^16, at the start
 size = 8 * P
 slopes = np.geomspace(2.0**-34, 1 / P, size)
 targets = np.ones(size)
@@ -470,16 +468,16 @@ assert [next_scale(8.0, 0, False), next_scale(8.0, 1999, True), next_scale(8.0, 
 
 # %%
 if rank == 0:
-    show_source(LossScaler.update)
+    show_source(ScaledTrainer.gradient, ScaledTrainer.update, LossScale.update)
 for stage in (0, 2, 3):
     trainer = trainer_for(f"--zero-stage {stage} --dtype fp16 --global-batch {P}", train.OverflowingTrainer)
-    steps_taken = [(result.skipped, trainer.optimizer.steps) for result in trainer.train()]
-    assert steps_taken == [(0, 1), (1, 1), (1, 2)] and trainer.scaler.scale == LOSS_SCALE / 2
+    steps_taken = [(trainer.scale.values["skipped"], trainer.optimizer.steps) for _ in trainer.train()]
+    assert steps_taken == [(0, 1), (1, 1), (1, 2)] and trainer.scale.factor == LOSS_SCALE / 2
 say(f"an overflow on rank {P - 1} in the second step: every rank skipped it, and the scale is 2^15 everywhere")
 
 # %% [markdown]
 # In bf16 there is no scale, and an infinity means that the training has diverged. The run stops with an error that
-# names step, rank and parameter, or goes on if `--skip-nonfinite` says so.
+# names step, rank and parameter.
 #
 # ## 13.5 The sum over ranks
 #
@@ -615,8 +613,8 @@ if rank == 0:
 # **In fp16, divide before the sum or after it?** A sum of $p$ gradients can be $p$ times as large as one, and end above
 # 65,504. If each rank divides by $p$ first, small gradients fall below $2^{-24}$ and vanish. PyTorch's `fully_shard`
 # divides by about $\sqrt p$ before the sum and by the rest after it, if the sum is fp16. In the library the question
-# does not arise: the loss is divided by the global count of tokens, and sums are fp32 unless `--reduce-dtype` says
-# otherwise. bf16 has the range of fp32, so there neither order overflows or vanishes.
+# does not arise: the loss is divided by the global count of tokens, and sums are fp32. bf16 has the range of fp32, so
+# there neither order overflows or vanishes.
 #
 # ## 13.7 Where the library rounds
 #
@@ -633,8 +631,8 @@ if rank == 0:
 # | the residual stream, a sum over $2L$ results | bf16, rounded after each addition | memory; see below |
 # | values of rows that are kept: a log-sum-exp | fp32 | near 5 bf16 errs by up to $2^{-6}$, 1.6 % of each probability |
 # | gradients of activations | bf16 | memory, bytes, products |
-# | gradients of weights, added up over microbatches | fp32, or `--gradients bf16` | a sum (13.3) |
-# | sums over ranks, of dp, cp and tp | fp32, or `--reduce-dtype bf16` | a sum (13.5) |
+# | gradients of weights, added up over microbatches | fp32 | a sum (13.3) |
+# | sums over ranks, of dp, cp and tp | fp32 | a sum (13.5) |
 # | masters, moments, the update | fp32 | small differences (13.2) |
 # | loss, norm of the gradient | fp32, added up in float64 | sums over everything |
 #
@@ -657,8 +655,8 @@ if rank == 0:
 
 # %% [markdown]
 # Rounding is a function of its input like any other, so the proofs of the other chapters hold: where the order of sums
-# is the same, the bits are the same. In each of these layouts, a training in bf16, in bf16 with gradients and sums in
-# bf16, and in fp16 has **the bits of one device** that computes all of it alone:
+# is the same, the bits are the same. In each of these layouts, trainings in bf16 and in fp16 have **the bits of one
+# device** that computes all of it alone:
 
 # %%
 from minipar.train.verify import verify
@@ -668,31 +666,33 @@ if P > 1:
     LAYOUTS.append(({"pp": P}, f"--layers {P} --schedule 1f1b"))
 if P > 2 and P % 2 == 0:
     LAYOUTS.append(({"dp": P // 2, "pp": 2}, "--schedule zb-h1 --zero-stage 1"))
-DTYPES = ["--dtype bf16", "--dtype bf16 --gradients bf16 --reduce-dtype bf16", "--dtype fp16"]
+KINDS = {"bf16": Trainer, "fp16": ScaledTrainer}
 SMALL = f"--hidden 16 --seq-len 8 --microbatches 2 --global-batch {2 * P} --steps 2 --clip-grad 0.5"
 for axes, flags in LAYOUTS:
-    for dtype in DTYPES:
-        trainer = trainer_for(f"{SMALL} {flags} {dtype} --reduction ordered", **axes)
-        verdict = verify(trainer)
+    for dtype, kind in KINDS.items():
+        trainer = trainer_for(f"{SMALL} {flags} --dtype {dtype} --reduction ordered", kind, **axes)
+        verdict = verify(trainer, list(trainer.train()))
         assert verdict.passed and "bit for bit" in verdict.line, verdict.line
     name = " ".join(f"{axis} {size}" for axis, size in axes.items())
-    say(f"{name} {flags}: the bits of one device, for each of the three")
+    say(f"{name} {flags}: the bits of one device, in both")
 
 # %% [markdown]
-# (All ZeRO stages equal one device, so they equal each other.) A value of 2 bytes counts as two on the wire. By default
-# the sums over dp are fp32, so the bytes are those of fp32; of a step:
+# (All ZeRO stages equal one device, so they equal each other.) A value of 2 bytes counts as two on the wire. The sums
+# over dp are fp32, so their bytes are those of fp32; a pipeline's activations take half. Of a step:
 
 # %%
 from minipar.parallel.traffic import predicted_traffic
 
-for flags in ("--dtype fp32", "--dtype bf16", "--dtype bf16 --reduce-dtype bf16"):
-    trainer = trainer_for(f"{flags} --global-batch {P}")
-    trainer.step(0)
-    comm.traffic.reset()
-    trainer.step(1)
-    sent = comm.traffic.bytes(axis="dp")
-    assert sent == predicted_traffic(step_layout(trainer.config), rank)["dp"]
-    say(f"{flags:<34} rank 0 sends {sent:>7,} bytes over dp")
+for axes in ({"dp": P}, {"pp": P}):
+    for dtype in ("fp32", "bf16"):
+        trainer = trainer_for(f"--layers {P} --dtype {dtype} --global-batch {P}", **axes)
+        trainer.step(0)
+        comm.traffic.reset()
+        trainer.step(1)
+        (axis,) = axes
+        sent = comm.traffic.bytes(axis=axis)
+        assert sent == predicted_traffic(step_layout(trainer.args), rank)[axis]
+        say(f"{dtype}: rank 0 sends {sent:>7,} bytes over {axis} {P}")
 
 # %% [markdown]
 # ## 13.8 Four trainings
@@ -701,7 +701,7 @@ for flags in ("--dtype fp32", "--dtype bf16", "--dtype bf16 --reduce-dtype bf16"
 #
 # Does one see all this in a loss? A small GPT learns Python's text for 200 steps, with a learning rate that falls from
 # $5 \cdot 10^{-4}$ to a tenth of it: in fp32; in bf16; in bf16 *without masters*, where AdamW starts from the rounded
-# weight (its moments are fp32, and it computes in fp32); and in bf16 with gradients and sums in bf16, over 4 ranks.
+# weight (its moments are fp32, and it computes in fp32); and in bf16 with sums in bf16, over 4 ranks.
 #
 # **Predict**: which share of the LayerNorms' weights, which begin at 1, is still 1 after the run without masters? And
 # after the run in bf16 with masters?
@@ -712,12 +712,12 @@ predict("share that is 1 with masters", ...)
 
 # %%
 if rank == 0:
-    show_source(train.WithoutMasters)
+    show_source(train.WithoutMasters, train.SumsInBfloat16)
 RUNS = {
     "fp32": ("",),
     "bf16": ("--dtype bf16",),
     "bf16 without masters": ("--dtype bf16", False),
-    "bf16 sums over 4 ranks": ("--dtype bf16 --gradients bf16 --reduce-dtype bf16", True, 4),
+    "bf16 sums over 4 ranks": ("--dtype bf16", True, 4),
 }
 trained = dict(zip(RUNS, shared(comm, train.train_precision, list(RUNS.values())), strict=True))
 final = {name: float(np.mean(losses[-20:])) for name, (losses, _) in trained.items()}
@@ -817,8 +817,8 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 # | `--dtype bf16` | `--bf16` | `bf16: {enabled: true}` | `MixedPrecisionPolicy(param_dtype=...)`, `torch.autocast` |
 # | `--dtype fp16` | `--fp16` | `fp16: {enabled: true}` | the same, and `GradScaler` |
 # | `AdamW.masters` | `main_param` | `single_partition_of_fp32_groups` | parameters kept in fp32 |
-# | `--gradients fp32` | `--accumulate-allreduce-grads-in-fp32` | `data_types.grad_accum_dtype` | `reduce_dtype` |
-# | `--reduce-dtype` | `--grad-reduce-in-bf16` | `communication_data_type` | `reduce_dtype` |
+# | fp32 gradients (13.3) | `--accumulate-allreduce-grads-in-fp32` | `data_types.grad_accum_dtype` | `reduce_dtype` |
+# | fp32 sums (13.5) | `--grad-reduce-in-bf16` | `communication_data_type` | `reduce_dtype` |
 # | start at $2^{16}$ | `--initial-loss-scale` | `initial_scale_power: 16` | `init_scale=2.**16` |
 # | 2000 good steps | `--loss-scale-window` | `loss_scale_window` | `growth_interval=2000` |
 # | the run ends below 1 | `--min-loss-scale` | `min_loss_scale` | |

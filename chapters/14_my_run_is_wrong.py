@@ -528,9 +528,9 @@ if rank == 0:
 #
 # *Deeper, 10 minutes.*
 #
-# Nothing above needs minipar's trainer. `minipar/record.py` is 80 lines of NumPy, and your loop can write a record with
-# it. What you need is a model of toy size that both programs have, in one precision, from one file of weights, with the
-# same batches. Then:
+# Nothing above needs minipar's trainer. `minipar/compare/record.py` is 80 lines of NumPy, and your loop can write a
+# record with it. What you need is a model of toy size that both programs have, in one precision, from one file of
+# weights, with the same batches. Then:
 #
 # 1. copy `chapters/support/ch14/check_torch.py`, 200 lines: a Llama whose blocks are split over two processes of
 # `torch.distributed`, in plain functions with Megatron's f and g;

@@ -2,8 +2,8 @@
 
 The public names, in one place. Each is imported from its file when it is first used, so `import
 minipar` is quick and changes nothing in the process. Each package imports only from those after it:
-bench, then train and plan, parallel (strategies applied to a serial model), nn and comm, which do
-not know each other, autograd, backend.
+plan, bench and compare, then train, more, parallel (strategies applied to a serial model), nn and
+comm, which do not know each other, autograd, backend.
 """
 
 import lazy_loader

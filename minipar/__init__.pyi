@@ -32,8 +32,6 @@ from .parallel.context import context_parallel as context_parallel
 from .parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from .parallel.expert import expert_parallel as expert_parallel
 from .parallel.fsdp import FullyShardedDataParallel as FullyShardedDataParallel
-from .parallel.parallelize import fully_shard as fully_shard
-from .parallel.parallelize import shard as shard
 from .parallel.pipeline.module import PipelineModule as PipelineModule
 from .parallel.placement import placements as placements
 from .parallel.tensor.plan import tensor_parallel as tensor_parallel
@@ -41,6 +39,8 @@ from .parallel.tensor.user_layers import ColumnParallelLinear as ColumnParallelL
 from .parallel.tensor.user_layers import RowParallelLinear as RowParallelLinear
 from .parallel.tensor.user_layers import VocabParallelEmbedding as VocabParallelEmbedding
 from .parallel.tensor.vocabulary import vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum
+from .parallel.wrap import fully_shard as fully_shard
+from .parallel.wrap import shard as shard
 from .parallel.zero_optimizer import ZeroOptimizer as ZeroOptimizer
 
 __version__: str

@@ -6,11 +6,10 @@ import sys
 
 from minipar import __version__
 from minipar.errors import UsageError, error_line, print_line
-from minipar.hints import did_you_mean, suggest
 from minipar.pictures import full_name
 
 COMMANDS = {
-    "train": ("minipar.train", "train a GPT or a Llama; on N ranks: mpirun -n N minipar train ..."),
+    "train": ("minipar.train", "train a GPT, a Llama or a Mixtral; on N ranks: mpirun -n N minipar train ..."),
     "plan": ("minipar.plan", "find the fastest layouts of a model on a cluster; needs no MPI"),
     "generate": ("minipar.generate", "continue a text with a trained model"),
     "compare": ("minipar.compare", "name the step, parameters and factor by which two runs differ"),
@@ -41,9 +40,8 @@ def main() -> None:
         text = f"minipar {__version__}\n" if name == "--version" else HELP
         sys.stdout.write(text if first else "")
         return
-    question = did_you_mean(suggest(name, COMMANDS)) or f"; expected {', '.join(COMMANDS)}"
     if first:
-        print_line(error_line(UsageError(f"minipar {name}: no such command{question}")))
+        print_line(error_line(UsageError(f"minipar {name}: no such command; expected {', '.join(COMMANDS)}")))
     sys.exit(2)
 
 

@@ -1,8 +1,6 @@
 """The errors that end a job, and the checks that raise them in several packages."""
 
-import os
 import sys
-from decimal import Decimal
 
 
 class UsageError(ValueError):
@@ -42,10 +40,3 @@ def check_divides(what: str, size: int, parts: int, why: str) -> None:
     """Raise UsageError, with the equation, if `size` cannot be cut into equal parts."""
     if size % parts:
         raise UsageError(f"{what} = {size}/{parts} is not a whole number: {why}")
-
-
-def check_memory(needed: float | Decimal, what: str) -> None:
-    """Raise UsageError, which says what needs these bytes, if they are more than this machine's memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        raise UsageError(f"{what} = {needed:.6g} bytes, but this machine has {memory:.6g}")

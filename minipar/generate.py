@@ -1,7 +1,4 @@
-"""Print a text and what a trained model adds.
-
-The left end of a text longer than the model's positions is cut off.
-"""
+"""Print a text and what a trained model adds, one byte after the other: `python -m minipar.generate --from DIR`."""
 
 import os
 import sys
@@ -11,55 +8,40 @@ import numpy as np
 
 from minipar.autograd import no_grad
 from minipar.backend import from_host, to_host
-from minipar.cli import UsageParser, report, write_out
-from minipar.comm.threads import serial
-from minipar.errors import UsageError, printable
+from minipar.cli import UsageParser, report
+from minipar.errors import UsageError
 from minipar.nn.layers import generator
-from minipar.nn.pretrained import load_pretrained
 from minipar.nn.transformer import LanguageModel
-from minipar.train.config import parse
-from minipar.train.from_config import make_model
-from minipar.train.resume import check_checkpoint, continued, find_checkpoint
+from minipar.train.checkpoint import newest, read_array
+from minipar.train.flags import count, parse
+from minipar.train.pretrained import load_pretrained
+from minipar.train.trainer import make_model
 
 
 def load(directory: str) -> LanguageModel:
-    """Load the model of a model directory, or of the newest checkpoint in a directory.
-
-    UsageError.
-    """
-    if not os.path.isdir(directory) or os.path.exists(os.path.join(directory, "config.json")):
+    """Load the model of a model directory, or of the newest checkpoint in a directory. UsageError."""
+    if os.path.exists(os.path.join(directory, "config.json")):
         return load_pretrained(directory)
-    config = parse([f"--resume={os.path.join(directory, '')}"])
-    checkpoint = find_checkpoint(config, serial(), "--from")
-    assert checkpoint is not None  # as always without --resume auto
-    config = continued(config, checkpoint)
-    check_checkpoint(checkpoint, config, None, serial())
-    model = make_model(config, checkpoint)
+    model = make_model(parse(["--resume", directory]))
     model.materialize()
+    folder = newest(directory) / "parameter"
+    for name, p in model.named_parameters():
+        saved = np.dtype("float32") if p.dtype.itemsize == 2 else p.dtype  # its master
+        p.data[...] = from_host(read_array(folder / f"{name}.npy", p.shape, saved))
     return model
 
 
-def generate(
-    model: LanguageModel, tokens: Sequence[int], count: int, temperature: float, top_k: int, seed: int
-) -> list[int]:
-    """Return `tokens` and the `count` tokens that follow. UsageError if a logit is not finite."""
-    random, text = generator(seed, "generate"), list(tokens)
-    for _ in range(count):
+def generate(model: LanguageModel, tokens: Sequence[int], length: int, temperature: float, seed: int) -> list[int]:
+    """Return `tokens` and the `length` tokens that follow. The model sees as many as it has positions."""
+    random = generator(seed, "generate")
+    text = list(tokens)
+    for _ in range(length):
         window = np.array([text[-model.config.n_positions :]])  # (1, T)
-        with no_grad(), np.errstate(all="ignore"):
+        with no_grad():
             logits = to_host(model(from_host(window)).data)[0, -1].astype(np.float64)  # (V,)
-            likeliest = np.argsort(-logits, kind="stable")[:top_k]
-            noise = temperature * random.gumbel(size=len(likeliest))  # with it, argmax draws from softmax(logits / X)
-        if not np.isfinite(logits).all():
-            raise UsageError("the model's logits are not finite: its training has diverged")
-        text.append(int(likeliest[np.argmax(logits[likeliest] + noise)]))
+        # With this noise, argmax draws from softmax(logits / temperature).
+        text.append(int(np.argmax(logits + temperature * random.gumbel(size=len(logits)))))
     return text
-
-
-def check_least(flag: str, number: float, least: int) -> None:
-    """Raise UsageError for a number that is smaller than `least`, infinite or NaN."""
-    if not least <= number <= sys.float_info.max:
-        raise UsageError(f"{flag} {number}: expected a number of at least {least}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,28 +50,19 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--from", dest="source", metavar="DIR", required=True, help="of --save or --export, or from Hugging Face")
     add("--prompt", metavar="TEXT", default="\n", help="the text to continue (default: a line break)")
-    add("--tokens", type=int, default=200, help="bytes to add (default: 200)")
-    likeliest = "divides the logits; 0: always the likeliest byte (default: 0.0)"
-    add("--temperature", type=float, default=0.0, help=likeliest)
-    add("--top-k", type=int, default=256, help="draw from the K likeliest bytes only (default: 256)")
+    add("--tokens", type=count, default=200, help="bytes to add (default: 200)")
+    add("--temperature", type=float, default=0.0, help="0: always the likeliest byte (default: 0.0)")
     add("--seed", type=int, default=0, help="of the draws (default: 0)")
     try:
-        given = parser.parse_args(argv)
-        check_least("--tokens", given.tokens, 1)
-        check_least("--temperature", given.temperature, 0)
-        check_least("--top-k", given.top_k, 1)
-        check_least("--seed", given.seed, 0)
-        model = load(given.source)
+        args = parser.parse_args(argv)
+        model = load(args.source)
         size = model.config.vocab_size
         if size != 256:
-            but = f"the model has {size} tokens, but those of a text are the 256 bytes"
-            raise UsageError(f"--from {given.source}: {but}")
-        prompt = os.fsencode(given.prompt or "\n")
-        text = bytes(generate(model, prompt, given.tokens, given.temperature, given.top_k, given.seed))
-        lines = text.decode(errors="replace").split("\n")
-        write_out("\n".join(map(printable, lines)) + "\n")
-    except (UsageError, MemoryError) as error:
+            raise UsageError(f"--from {args.source}: its vocabulary has {size} tokens, not 256 bytes")
+        text = generate(model, os.fsencode(args.prompt), args.tokens, args.temperature, args.seed)
+    except UsageError as error:
         return report(error)
+    print(bytes(text).decode(errors="replace"))
     return 0
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from launcher import ROOT, run_each, run_mpi
 
 from minipar.__main__ import COMMANDS
-from minipar.train.config import parse
+from minipar.train.flags import parse
 
 TINY = "--layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --steps 2 --reduction ordered".split()
 
@@ -32,7 +32,7 @@ def test_a_command_is_the_program_of_its_module():
 
 def test_the_command_trains_under_mpirun():
     result = run_mpi(3, ["-m", "minipar", "train", *TINY, "--verify"])
-    assert result.returncode == 0 and "3 ranks = 1 device, bit for bit" in result.stdout, result.stderr
+    assert result.returncode == 0 and "3 ranks = 1 device bit for bit" in result.stdout, result.stderr
     result = run_mpi(3, ["-m", "minipar", "xyz"])
     assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1, "one line, of one rank"
 
@@ -43,6 +43,6 @@ def test_the_demos_commands_are_possible():
     lines = text.replace("\\\n", " ").splitlines()
     train, traced = (line for line in lines if "-m minipar.train" in line)
     for line in train, traced:
-        mesh = parse(shlex.split(line.partition("-m minipar.train")[2].partition(" > ")[0])).mesh
-        assert mesh.dp * mesh.tp * mesh.pp == 8
+        args = parse(shlex.split(line.partition("-m minipar.train")[2].partition(" > ")[0]), 8)
+        assert args.dp * args.tp * args.pp == 8
     assert "--verify" in train

@@ -1,4 +1,4 @@
-"""Claims about what all commands share: files that are whole or gone, output that fails once, lines in one piece."""
+"""Claims about what all commands share: files of JSON, output that fails once, lines in one piece."""
 
 import argparse
 import json
@@ -11,55 +11,10 @@ import pytest
 from launcher import ROOT
 from refusals import refused
 
-from minipar.cli import UsageParser, report, write_json, writing
+from minipar.cli import UsageParser, report, write_json
 from minipar.errors import UsageError
 
-FULL = OSError(28, "No space left on device")
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-FAILURES = {
-    "a full disk": (FULL, UsageError, "--x F", "No space left on device"),
-    "an error without a number": (OSError("gone"), UsageError, "--x F", "gone"),
-    "a mistake": (UsageError("a value"), UsageError, "a value"),
-    "a bug": (KeyError("k"), KeyError, "'k'"),
-}
-
-
-@pytest.mark.parametrize("name", FAILURES)
-def test_a_block_that_fails_leaves_none_of_its_files(name, tmp_path):
-    error, kind, *values = FAILURES[name]
-    half, never, other = (tmp_path / each for each in ("half", "never", "other"))
-    half.write_text("half")
-    other.write_text("mine")
-
-    def block():
-        with writing("--x F", half, never):
-            raise error
-
-    refused(kind, *values, by=block)
-    assert not half.exists() and not never.exists() and other.read_text() == "mine"
-
-
-def test_ctrl_c_leaves_none_and_an_end_keeps_all(tmp_path):
-    file = tmp_path / "file"
-    with pytest.raises(KeyboardInterrupt), writing("--x F", file):
-        file.write_text("half")
-        raise KeyboardInterrupt
-    assert not file.exists()
-    with writing("--x F", file):
-        file.write_text("whole")
-    assert file.read_text() == "whole"
-
-
-def test_what_is_no_plain_file_stays(tmp_path):
-    folder, pipe = tmp_path / "folder", tmp_path / "pipe"
-    folder.mkdir()
-    os.mkfifo(pipe)
-    with pytest.raises(UsageError), writing("--x F", folder, pipe):
-        raise FULL
-    assert folder.is_dir() and pipe.is_fifo()
 
 
 def test_json_goes_to_the_file_or_alone_to_standard_output(tmp_path, capsys):

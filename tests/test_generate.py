@@ -1,4 +1,4 @@
-"""Claims about `minipar.generate`: the likeliest bytes, or draws that follow temperature, top-k and seed."""
+"""Claims about `minipar.generate`: the likeliest bytes, or draws that follow temperature and seed."""
 
 import shutil
 from types import SimpleNamespace
@@ -6,14 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from combinations import TEXT, config_of
-from training import trainer_for
+from training import run_until
 
 from minipar.autograd import Tensor
-from minipar.comm import run_local
-from minipar.errors import UsageError
 from minipar.generate import generate, load, main
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import save_pretrained
+from minipar.train.pretrained import save_pretrained
 
 LOGITS = np.array([2.0, 0.0, 3.0, 1.0, 3.0])
 
@@ -36,17 +34,9 @@ def folder(tmp_path_factory):
     """A short training, as a checkpoint of two ranks in save/ and as a model directory in export/."""
     folder = tmp_path_factory.mktemp("trained")
     config = config_of("--dp 2 --zero-stage 1 --steps 8 --lr 1e-2 --vocab-size 256 --dtype float32")
-
-    def rank(comm):
-        trainer = trainer_for(config, TEXT, comm)
-        for _ in trainer.train():
-            pass
-        trainer.save(folder / "save", 8)
-        state = trainer.state_dict()
-        if state:
-            save_pretrained(trainer.model, folder / "export", state)
-
-    run_local(2, rank)
+    state, _ = run_until(TEXT, config, folder / "save", 8)
+    save_pretrained(config.shape.build(), folder / "export", state)
+    run_until(TEXT, config_of("--vocab-size 256 --dtype bf16"), folder / "bf16", 2)
     return folder
 
 
@@ -62,31 +52,30 @@ def test_a_checkpoint_and_its_export_give_the_same_text(folder, capsys):
 
 
 def test_greedy_takes_the_likeliest_the_first_of_equals():
-    assert generate(constant(), [7], 3, temperature=0.0, top_k=256, seed=5) == [7, 2, 2, 2]
-    assert generate(constant(), [7], 3, temperature=1e-9, top_k=1, seed=5) == [7, 2, 2, 2]
+    assert generate(constant(), [7], 3, temperature=0.0, seed=5) == [7, 2, 2, 2]
+    distinct = constant(np.array([2.0, 0.0, 3.0, 1.0]))
+    assert generate(distinct, [7], 3, temperature=1e-9, seed=5) == [7, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 256), (0.5, 256), (2.0, 3), (1.0, 1)])
-def test_draws_follow_the_softmax_of_the_top_k(temperature, top_k):
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_draws_follow_the_softmax(temperature):
     count = 4000
-    drawn = generate(constant(), [0], count, temperature, top_k, seed=1)[1:]
-    kept = np.sort(np.argsort(-LOGITS, kind="stable")[:top_k])
-    weights = np.zeros(len(LOGITS))
-    weights[kept] = np.exp(LOGITS[kept] / temperature)
+    drawn = generate(constant(), [0], count, temperature, seed=1)[1:]
+    weights = np.exp(LOGITS / temperature)
     p = weights / weights.sum()
     frequencies = np.bincount(drawn, minlength=len(LOGITS)) / count
     assert (abs(frequencies - p) <= 5 * np.sqrt(p * (1 - p) / count)).all(), (frequencies, p)
 
 
 def test_the_seed_decides_the_text():
-    texts = [generate(constant(), [0], 50, 1.0, 256, seed) for seed in (3, 3, 4)]
+    texts = [generate(constant(), [0], 50, 1.0, seed) for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_long_text_is_cut_at_its_left_end():
     model = GPT(GPTConfig(vocab_size=9, n_positions=4, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5))
-    whole = generate(model, [1, 2, 3, 4, 5, 6, 7], 6, 0.0, 9, 0)
-    assert whole[7:] == generate(model, [4, 5, 6, 7], 6, 0.0, 9, 0)[4:]
+    whole = generate(model, [1, 2, 3, 4, 5, 6, 7], 6, 0.0, 0)
+    assert whole[7:] == generate(model, [4, 5, 6, 7], 6, 0.0, 0)[4:]
 
 
 @pytest.mark.parametrize("prompt", [[1], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]])
@@ -101,27 +90,17 @@ def test_each_token_is_drawn_from_all_that_fits_before_it(prompt):
             seen.append(tokens[0].tolist())
             return model(tokens)
 
-    text = generate(Watched(), prompt, 5, 1.0, 256, 0)
+    text = generate(Watched(), prompt, 5, 1.0, 0)
     ends = range(len(prompt), len(prompt) + 5)
     assert seen == [text[max(0, end - 4) : end] for end in ends] and len(text) == len(prompt) + 5
 
 
-def test_logits_that_are_not_finite_are_an_error():
-    with pytest.raises(UsageError, match="logits are not finite"):
-        generate(constant(np.array([1.0, np.nan])), [0], 1, 1.0, 256, 0)
-
-
 REFUSED = [
     ("--from nowhere", ["nowhere"]),
-    (f"--from {'x' * 300}", ["x" * 300]),  # the system refuses such a name
     ("--from {folder}", ["{folder}"]),
     ("--from {folder}/small", ["{folder}/small", "16", "256"]),
-    ("--from {folder}/export --tokens 0", ["--tokens 0"]),
-    ("--from {folder}/export --top-k 0", ["--top-k 0"]),
-    ("--from {folder}/export --temperature nan", ["--temperature nan"]),
-    ("--from {folder}/export --temperature inf", ["--temperature inf"]),
-    ("--from {folder}/export --seed -1", ["--seed -1"]),
-    ("--from {folder}/export --tok 3", ["--tok 3"]),
+    ("--from {folder}/export --tokens 0", ["--tokens", "0"]),
+    ("--from {folder}/export --tok 3", ["--tok"]),
     ("--prompt x", ["--from"]),
 ]
 
@@ -138,8 +117,8 @@ def test_a_wrong_input_is_one_line(flags, values, folder, capsys):
 def test_a_damaged_checkpoint_is_refused(folder, tmp_path, capsys):
     shutil.copytree(folder / "save", tmp_path / "run")
     assert load(str(tmp_path / "run")).config.n_embd == 20
-    file = tmp_path / "run/step-00000008/rank-00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    file = tmp_path / "run/step-00000008/parameter/wpe.weight.npy"
+    file.write_bytes(file.read_bytes()[:-1])
     assert main(["--from", str(tmp_path / "run")]) == 2
     assert str(file) in capsys.readouterr().err
 
@@ -154,14 +133,21 @@ def small(tmp_path):
 def test_a_text_begins_with_the_prompt_or_a_line_break(small, capsys):
     tokens = ("--tokens", 1)
     assert printed(capsys, "--from", small, *tokens).startswith("\n")
-    assert printed(capsys, "--from", small, *tokens, "--prompt", "").startswith("\n")
     assert printed(capsys, "--from", small, *tokens, "--prompt", "ab").startswith("ab")
 
 
 def test_bytes_that_are_no_text_are_replaced(small, capsys, monkeypatch):
-    monkeypatch.setattr("minipar.generate.generate", lambda *_: [97, 255, 10, 27, 98])
-    assert printed(capsys, "--from", small) == "a\ufffd\n\\x1bb\n"
+    monkeypatch.setattr("minipar.generate.generate", lambda *_: [97, 255, 10, 98])
+    assert printed(capsys, "--from", small) == "a\ufffd\nb\n"
 
 
 def test_a_large_temperature_is_a_number(small, capsys):
     assert printed(capsys, "--from", small, "--tokens", 1, "--temperature", 1e300).startswith("\n")
+
+
+def test_a_checkpoint_of_two_bytes_has_its_masters_weights(folder):
+    model = load(str(folder / "bf16"))
+    for name, parameter in model.named_parameters():
+        master = np.load(folder / "bf16/step-00000002/parameter" / f"{name}.npy")
+        assert parameter.dtype.itemsize == 2 and master.dtype == np.float32
+        assert (parameter.data == master.astype(parameter.dtype)).all()

@@ -12,13 +12,13 @@ from launcher import run_mpi
 from training import config_for, trainer_for
 
 from minipar.backend import one_blas_thread
+from minipar.bench.layouts import step_layout
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, _recording, enter, hold
 from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
 from minipar.train.__main__ import run_job
-from minipar.train.config import parse
 from minipar.train.data import load_tokens
-from minipar.train.from_config import step_layout
+from minipar.train.flags import parse
 
 STAGES = [0, 1, 2, 3]
 
@@ -198,9 +198,8 @@ MEASURED = """
 import gc, itertools, json, tracemalloc
 from minipar.comm import DeviceMesh, main
 from minipar.memory import MemoryLedger
-from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.from_config import step_layout
+from minipar.train.flags import parse
 from minipar.train.trainer import Trainer
 
 def run(comm):
@@ -208,7 +207,7 @@ def run(comm):
     mesh, shape = DeviceMesh(comm), "--layers 4 --hidden 128 --seq-len 64 --steps 2"
     for (recompute, samples), stage in itertools.product((("none", 1), ("full", 4)), range(4)):
         flags = f"{shape} --global-batch {samples * comm.size} --recompute {recompute} --zero-stage {stage}"
-        config = resolve(parse(flags.split()), comm.size)
+        config = parse(flags.split(), comm.size)
         Trainer(config, mesh, tokens).step(0)  # what is imported or cached on first use is not the run's
         gc.collect()
         tracemalloc.start()
@@ -237,10 +236,10 @@ def test_the_peak_is_what_tracemalloc_measures_within_10_percent():
 
 
 def test_the_program_writes_every_ranks_ledger(tmp_path):
-    path = tmp_path / "deep" / "memory.json"
+    path = tmp_path / "memory.json"
     flags = f"{SHAPE} --global-batch 6 --zero-stage 2 --dtype float64"
     with np.errstate():  # the program changes the process's settings
-        run_local(3, lambda comm: run_job(parse(f"{flags} --memory {path}".split(), comm.rank), comm))
+        run_local(3, lambda comm: run_job(parse(f"{flags} --memory {path}".split(), 3), comm))
     content = json.loads(path.read_text())
     assert content["kinds"] == ["parameters", "gradients", "optimizer", "activations", "buffers"]
     assert [account["rank"] for account in content["ranks"]] == [0, 1, 2]

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from minipar.record import Record, measure, strips
+from minipar.compare.record import Record, measure, strips
 
 RANDOM = np.random.Generator(np.random.Philox(5))
 NAMES = {"w": (30, 7), "b": (5,), "s": ()}

@@ -374,7 +374,8 @@ def _table(axes: Axes, traffic: MeshTraffic, left: float, top: float) -> None:
         size = str(traffic.shape.get(axis, experts))
         size += f" x {traffic.shape.get('cp')}" * (axis == "dp" and "cp" in traffic.shape)
         name = f"{axis}, {NAMES[axis]}, {size} {'stages' if axis == 'pp' else 'ranks'}"
-        cells = (name, byte_label(traffic.per_step(nbytes), traffic.unit), span, f"{traffic.per_step(messages):,}")
+        count = f"{round(traffic.per_step(messages), 1):,}"
+        cells = (name, byte_label(traffic.per_step(nbytes), traffic.unit), span, count)
         for x, cell in zip(columns, cells, strict=True):
             axes.text(x, y, cell, ha="left" if x == columns[0] else "right", **look)
     notes = [

@@ -1,5 +1,6 @@
 """Train pipelines on all ranks beside one device, with any schedule, for chapters 7 and 8."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,14 +8,12 @@ from typing import Any
 import numpy as np
 
 from chapters.support.share_work import from_all
-from chapters.support.training import configuration, text_for
-from chapters.support.whole_runs import compare
+from chapters.support.training import parsed, text_for, trainer_for
+from chapters.support.whole_runs import verdict_of
 from minipar.comm import Communicator, DeviceMesh
 from minipar.errors import CommunicationError, UsageError
-from minipar.train.one_device import train_on_one_device
-from minipar.train.settings import TrainConfig
 from minipar.train.trainer import Trainer
-from minipar.train.verify import Verdict, Verifier
+from minipar.train.verify import Verdict, one_device, verify
 
 ELEMENT = 8  # bytes of a float64
 
@@ -52,12 +51,16 @@ class PipelineRuns:
         self.stages = max(size for size in range(1, 9) if comm.size % size == 0)
         self.replicas, self.microbatches = comm.size // self.stages, max(2, per_stage * self.stages)
         self.pipe = DeviceMesh(comm, dp=self.replicas, pp=self.stages).pp
-        config = self.configure("gpipe")
-        self.tokens = text_for(config)
-        self.single = train_on_one_device(config, self.tokens) if comm.rank == 0 else None
+        args = self.args_of("gpipe")
+        self.tokens = text_for(args)
+        self.single = None
+        if comm.rank == 0:
+            single = one_device(args, self.tokens)
+            results = list(single.train())
+            self.single = (single.state_dict(), results)
 
-    def configure(self, schedule: str, stages: int | None = None) -> TrainConfig:
-        """Return the trainer's configuration, from its own flags. Without a pipeline there is nothing to schedule."""
+    def args_of(self, schedule: str, stages: int | None = None) -> Namespace:
+        """Return the trainer's flags, read. Without a pipeline there is nothing to schedule."""
         stages = stages or self.stages
         pipeline = f"--pp {stages} --schedule {schedule} " if stages > 1 else ""
         flags = (
@@ -65,37 +68,33 @@ class PipelineRuns:
             f"--global-batch {self.samples * self.microbatches * self.replicas} --microbatches {self.microbatches} "
             f"--dtype float64 --reduction ordered --dropout 0.1 --clip-grad 0.5 --lr 3e-3 --steps {self.steps}"
         )
-        return configuration(pipeline + flags, self.comm.size)
+        return parsed(pipeline + flags, self.comm.size)
 
     def train(self, schedule: str, stages: int | None = None, kind: type[Trainer] = Trainer) -> Run:
         """Train with this schedule and compare with one device. With fewer `stages` there are more replicas."""
         stages = stages or self.stages
-        mesh = DeviceMesh(self.comm, dp=self.comm.size // stages, pp=stages)
-        trainer = kind(self.configure(schedule, stages), mesh, self.tokens)
-        verifier = Verifier(trainer) if stages != self.stages else None  # other replicas: another order of sums
+        trainer = trainer_for(self.comm, self.args_of(schedule, stages), self.tokens, kind)
         self.comm.traffic.reset()
-        results = []
-        for result in trainer.train():
-            results.append(result)
-            if verifier is not None:
-                verifier.check_step(result)
+        results = list(trainer.train())
         sent = self.comm.traffic.bytes("send", "pp") / self.steps
         if trainer.pipeline:
             home = trainer.executor.schedule.home
             ends = {home[0], home[len(home) - 1]}
-            if len(ends) == 2 and mesh.pp.rank in ends:
+            if len(ends) == 2 and trainer.mesh.pp.rank in ends:
                 sent -= self.vocabulary * self.hidden * ELEMENT  # the tied embedding or its gradient
-        verdict = self._compare(trainer, results) if verifier is None else verifier.verdict()
-        peak = trainer.executor.peak_alive if trainer.pipeline else 0
+        if stages == self.stages:
+            verdict = self._compare(trainer, results)
+        else:
+            verdict = verify(trainer, results)  # other replicas: another order of sums
         messages = sent / (self.samples * self.length * self.hidden * ELEMENT)
-        return Run(verdict, [result.loss for result in results], messages, peak)
+        return Run(verdict, [result.loss for result in results], messages, trainer.executor.peak_alive)
 
     def _compare(self, trainer: Trainer, results: Any) -> Verdict:
         """Compare the whole run with the one device that has trained already. Every rank gets the verdict."""
         state = trainer.state_dict()
         verdict = None
         if self.single is not None:
-            found = compare((state, results), self.single, exact=True, ranks=self.comm.size)
+            found = verdict_of((state, results), self.single, self.comm.size, exact=True)
             verdict = (found.passed, found.line)
         return Verdict(*from_all(self.comm, verdict)[0])
 

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from minipar.bench import check_positive, publish
+from minipar.bench.layouts import ranks_of
 from minipar.bench.pipeline import random_tokens
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.threads import run_local
 from minipar.errors import UsageError
-from minipar.train.config import parse, resolve
+from minipar.train.flags import parse
 from minipar.train.trainer import Trainer
+from minipar.train.tree_trainer import TreeTrainer
 
 LAYOUTS = (
     "",
@@ -79,13 +81,13 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
 
 def train(flags: str) -> tuple[float, str]:
     """Train on threads. Return the last loss, and a digest of all losses, norms and parameters."""
-    parsed = parse(flags.split())
-    ranks = (parsed.mesh.dp or 1) * parsed.mesh.tp * parsed.mesh.pp
-    config = resolve(parsed, ranks)
-    tokens = random_tokens(config)
+    ranks = ranks_of(flags.split())
+    args = parse(flags.split(), ranks)
+    tokens = random_tokens(args)
+    kind = TreeTrainer if args.reduction == "tree" else Trainer
 
     def rank(comm: Communicator) -> tuple[float, str]:
-        trainer = Trainer(config, DeviceMesh(comm, tp=config.mesh.tp, pp=config.mesh.pp), tokens)
+        trainer = kind(args, DeviceMesh(comm, tp=args.tp, pp=args.pp), tokens)
         digest = hashlib.sha256()
         for result in trainer.train():
             digest.update(np.array([result.loss, result.grad_norm]).tobytes())

@@ -8,18 +8,17 @@ modelled   one layout on a modelled cluster: the ranks are threads on the `model
        python -m minipar.bench modelled --gpus-per-node 8 -- --dp 8 --tp 4 --pp 2 --layers 8 --microbatches 8 ...
 """
 
-from __future__ import annotations
-
-import argparse
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from itertools import pairwise
+from math import inf, prod
 from typing import Any
 
 import numpy as np
 
 from minipar.autograd.attention import keeps_scores
-from minipar.bench import add_model_flags, publish
+from minipar.bench import add_model_flags, check_positive, publish
 from minipar.bench.costs import Machine, load_machine
 from minipar.bench.pipeline import random_tokens
 from minipar.comm.clock import ModelClock, Network
@@ -29,15 +28,16 @@ from minipar.comm.threads import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.nn import MixtralConfig
+from minipar.parallel.layout import StepLayout
 from minipar.parallel.memory import precision_of
+from minipar.parallel.pipeline.actions import Schedule
 from minipar.plan.cluster import AlphaBeta, Assumptions, Cluster, Gpu, model_clock_cluster
 from minipar.plan.layout import MINIPAR, Framework, Layout
 from minipar.plan.model import LLAMA, ModelShape
 from minipar.plan.rank_bytes import Memory, memory
 from minipar.plan.step_time import StepTime, step_time
-from minipar.train import config as configurations
-from minipar.train.config import check_settings, parse, resolve, schedule_of
-from minipar.train.settings import DataConfig, ModelConfig, RunConfig, TrainConfig
+from minipar.train.flags import parse
+from minipar.train.parallelize import schedule_of
 from minipar.train.trainer import Trainer
 
 # As `python -m minipar.train` takes them.
@@ -81,12 +81,43 @@ FLOPS, INSIDE, BETWEEN = 234e12, (3.4e-6, 1 / 240e9), (14e-6, 1 / 20e9)
 MOST_RANKS = 1024  # threads
 
 
-# ---- minipar's configurations in the planner's terms -----------------------------------------------------------------
+# ---- minipar's runs in the planner's terms ---------------------------------------------------------------------------
 
 
-def shape_of(config: TrainConfig) -> ModelShape:
-    """Return the model of a configuration."""
-    shape = configurations.shape_of(config.model)
+def step_layout(args: Namespace, schedule: Schedule | None = None) -> StepLayout:
+    """Return the layout of parsed flags for `predicted_traffic`; `schedule` replaces that of the flags."""
+    if schedule is None and args.pp > 1:
+        schedule = schedule_of(args, args.pp)
+    itemsize = np.dtype(args.dtype).itemsize
+    sums = max(4, itemsize)  # gradients of 2 bytes are added up, and summed over ranks, in float32
+    return StepLayout(
+        args.shape,
+        length=args.seq_len,
+        samples=args.global_batch // (args.dp * args.microbatches),
+        microbatches=args.microbatches,
+        itemsize=itemsize,
+        gradient_itemsize=sums,
+        reduce_itemsize=sums,
+        dp=args.dp,
+        cp=args.cp,
+        ep=args.ep,
+        tp=args.tp,
+        pp=args.pp,
+        zero_stage=args.zero_stage,
+        zero_replicas=args.zero_replicas,
+        schedule=schedule,
+        context_parallel=args.context_parallel,
+        sequence_parallel=args.sequence_parallel,
+        recompute=args.recompute == "full",
+        reduction=args.reduction,
+        sync_every_microbatch=args.sync_every_microbatch,
+        aux_loss=args.shape.aux_coefficient,
+    )
+
+
+def shape_of(args: Namespace) -> ModelShape:
+    """Return the model of parsed flags."""
+    shape = args.shape
     is_llama = shape.model_type != "gpt2"
     return ModelShape(
         shape.n_layer,
@@ -103,42 +134,41 @@ def shape_of(config: TrainConfig) -> ModelShape:
     )
 
 
-def layout_of(config: TrainConfig) -> Layout:
-    """Return the layout of a resolved configuration."""
-    mesh, data = config.mesh, config.data
-    assert mesh.dp is not None, "resolve() fills dp in"
-    schedule = mesh.schedule or "1f1b"
-    stored = keeps_scores(config.run.attention, config.model.seq_len, drops=config.optimizer.dropout > 0)
+def layout_of(args: Namespace) -> Layout:
+    """Return the planner's layout of parsed flags."""
     return Layout(
-        dp=mesh.dp,
-        tp=mesh.tp,
-        pp=mesh.pp,
-        microbatch=data.global_batch // (mesh.dp * data.microbatches),
-        microbatches=data.microbatches,
-        zero=mesh.zero_stage,
-        zero_replicas=mesh.zero_replicas,
-        schedule=schedule,
-        virtual_stages=(mesh.virtual_stages or 2) if schedule == "interleaved-1f1b" else 1,
-        sequence_parallel=mesh.sequence_parallel,
-        recompute=config.run.recompute,
-        attention="stored" if stored else "flash",
-        precision=precision_of(config.run.dtype, config.run.gradients),
-        cp=mesh.cp,
-        context_parallel=mesh.context_parallel,
-        cp_order=mesh.cp_order,
-        ep=mesh.ep,
-        etp=mesh.etp,
+        dp=args.dp,
+        tp=args.tp,
+        pp=args.pp,
+        microbatch=args.global_batch // (args.dp * args.microbatches),
+        microbatches=args.microbatches,
+        zero=args.zero_stage,
+        zero_replicas=args.zero_replicas,
+        schedule=args.schedule,
+        virtual_stages=stages_of(args) // args.pp,
+        sequence_parallel=args.sequence_parallel,
+        recompute=args.recompute,
+        attention="stored" if keeps_scores("auto", args.seq_len, drops=args.dropout > 0) else "flash",
+        precision=precision_of(args.dtype),
+        cp=args.cp,
+        context_parallel=args.context_parallel,
+        ep=args.ep,
     )
 
 
-def framework_of(config: TrainConfig) -> Framework:
-    """Return minipar's habits as this configuration runs it."""
-    return replace(MINIPAR, every_microbatch=config.mesh.sync_every_microbatch)
+def stages_of(args: Namespace) -> int:
+    """Return the number of pipeline stages."""
+    return schedule_of(args, args.pp).stages
 
 
-def predict(config: TrainConfig, machine: Machine, length: int) -> tuple[StepTime, Memory]:
-    """Predict a step of a resolved configuration on the `cpu` clock, and the memory of the fullest rank."""
-    layout, network, framework = layout_of(config), machine.network, framework_of(config)
+def framework_of(args: Namespace) -> Framework:
+    """Return minipar's habits in such a run."""
+    return replace(MINIPAR, every_microbatch=args.sync_every_microbatch)
+
+
+def predict(args: Namespace, machine: Machine) -> tuple[StepTime, Memory]:
+    """Predict a step of parsed flags on the `cpu` clock, and the memory of the fullest rank."""
+    layout, network, framework = layout_of(args), machine.network, framework_of(args)
     speed = 1 / network.beta if network.beta else inf
     cluster = Cluster(
         gpu=Gpu(peak=machine.costs.flops_per_second, memory=inf, memory_bandwidth=inf, inside=speed, between=speed),
@@ -148,8 +178,8 @@ def predict(config: TrainConfig, machine: Machine, length: int) -> tuple[StepTim
         framework=framework,
         measured=machine.costs.compute,
     )
-    model = shape_of(config)
-    return step_time(model, layout, cluster, length), memory(model, layout, length, framework)
+    model = shape_of(args)
+    return step_time(model, layout, cluster, args.seq_len), memory(model, layout, args.seq_len, framework)
 
 
 @dataclass(frozen=True)
@@ -189,7 +219,7 @@ def agreement(rows: Sequence[Mapping[str, Any]]) -> Agreement:
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
-def add_layouts_flags(parser: argparse.ArgumentParser) -> None:
+def add_layouts_flags(parser: ArgumentParser) -> None:
     """Add the flags of `bench layouts`."""
     add_model_flags(parser, layers=8, hidden=256, heads=8, seq_len=64, vocab_size=256)
     parser.add_argument("--global-batch", type=int, default=32, help="samples per step, over all replicas (32)")
@@ -199,22 +229,19 @@ def add_layouts_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=5, help="steps measured of each layout (5)")
 
 
-def run_layouts(comm: Communicator, args: argparse.Namespace) -> None:
+def run_layouts(comm: Communicator, args: Namespace) -> None:
     """Measure the time of a step and the peak memory of each rank, in many layouts of one model."""
     machine = load_machine(args.machine) if args.machine else None
     network = NETWORK if machine is None else machine.network
     if args.network is not None:
         network = Network(*args.network)
-    if args.repeat < 1 or min(network.alpha, network.beta) < 0:
-        raise UsageError(
-            f"--repeat {args.repeat} --network {network.alpha:g} {network.beta:g}: expected at least 1, and no negative"
-        )
-    model = ModelConfig(args.layers, args.hidden, args.heads, args.seq_len, args.vocab_size)
-    resolved = configs(model, args.global_batch, comm.size)
-    rows = measure(comm, resolved, args.repeat, network)
+    check_positive(args, "repeat")
+    sizes = " ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in (*MODEL_SIZES, "global_batch"))
+    runs = runs_of(sizes, comm.size)
+    rows = measure(comm, runs, args.repeat, network)
     if machine is not None and comm.rank == 0:  # no other rank has seen every layout
-        for row, config in zip(rows, resolved, strict=True):
-            time, held = predict(config, replace(machine, network=network), args.seq_len)
+        for row, run in zip(rows, runs, strict=True):
+            time, held = predict(run, replace(machine, network=network))
             row |= {"predicted_seconds": time.total, "ratio": time.total / row["seconds"]}
             row |= {"predicted_bytes": held.total, "bytes_ratio": held.total / row["peak_bytes"]}
     not_shown = ("sync_every_microbatch", "virtual_stages", *MODEL_SIZES, "global_batch", "ranks_peak_bytes")
@@ -223,25 +250,28 @@ def run_layouts(comm: Communicator, args: argparse.Namespace) -> None:
         print(f"{len(rows)} layouts: {agreement(rows)}")
 
 
-def configs(model: ModelConfig, global_batch: int, ranks: int) -> list[TrainConfig]:
-    """Return LAYOUTS of this model on at most `ranks` ranks. UsageError if the model or batch does not fit one."""
-    resolved = []
-    for flags in LAYOUTS:
-        parsed = parse(flags.split())
-        size = (parsed.mesh.dp or 1) * parsed.mesh.tp * parsed.mesh.pp
+def runs_of(sizes: str, ranks: int) -> list[Namespace]:
+    """Return LAYOUTS of at most `ranks` ranks, parsed, with these flags of the model and the batch. UsageError."""
+    runs = []
+    for layout in LAYOUTS:
+        size = ranks_of(layout.split())
         if size > ranks:
             continue
-        config = replace(parsed, model=model, data=replace(parsed.data, global_batch=global_batch))
-        check_settings(config)
-        stages = schedule_of(config).stages if config.mesh.pp > 1 else 1
-        if model.layers < stages:  # raised on every rank; a Trainer would raise it on those of this layout alone
-            raise UsageError(f"--layers {model.layers} are fewer than the {stages} stages of the layout {flags}")
-        resolved.append(resolve(config, size))
-    return resolved
+        args = parse(f"{layout} {sizes}".split(), size)
+        stages = stages_of(args)
+        if args.layers < stages:  # raised on every rank; a Trainer would raise it on those of this layout alone
+            raise UsageError(f"--layers {args.layers} are fewer than the {stages} stages of the layout {layout}")
+        runs.append(args)
+    return runs
 
 
-def measure(comm: Communicator, configs: Sequence[TrainConfig], repeat: int, network: Network) -> list[dict[str, Any]]:
-    """Measure a row for each layout. Collective over `comm`; each resolved config has no more ranks than `comm`.
+def ranks_of(words: Sequence[str]) -> int:
+    """Return the product of the mesh's sizes in a command line of minipar.train, which says each at most once."""
+    return prod(int(size) for flag, size in pairwise(words) if flag in ("--dp", "--tp", "--pp", "--cp"))
+
+
+def measure(comm: Communicator, runs: Sequence[Namespace], repeat: int, network: Network) -> list[dict[str, Any]]:
+    """Measure a row for each layout. Collective over `comm`; none has more ranks than `comm`.
 
     A layout of n ranks runs on the first n while the others wait. On the `cpu` clock a rank's time is its own CPU time
     between communication calls, and a message takes alpha + beta*bytes, so that ranks which share cores show the time
@@ -254,28 +284,28 @@ def measure(comm: Communicator, configs: Sequence[TrainConfig], repeat: int, net
     timed = Communicator(comm.transport, clock="cpu", network=network)
     worlds: dict[int, Communicator | None] = {}
     trainers: list[Trainer | None] = []
-    peaks = np.zeros((comm.size, len(configs)))
-    for j, config in enumerate(configs):
-        size = layout_of(config).gpus
+    peaks = np.zeros((comm.size, len(runs)))
+    for j, args in enumerate(runs):
+        size = layout_of(args).gpus
         if size not in worlds:
             worlds[size] = timed.split(0 if comm.rank < size else None, "world")
         world, ledger, trainer = worlds[size], MemoryLedger(), None
         with ledger.recording():
             if world is not None:  # a fresh mesh: scratch buffers belong to communicators
-                mesh = DeviceMesh(world, config.mesh.dp, config.mesh.tp, config.mesh.pp)
-                trainer = Trainer(config, mesh, random_tokens(config))
+                mesh = DeviceMesh(world, args.dp, args.tp, args.pp)
+                trainer = Trainer(args, mesh, random_tokens(args))
                 for step in range(RECORDED):
                     trainer.step(step)
         trainers.append(trainer)
         peaks[comm.rank, j] = ledger.peak
-    seconds = np.zeros((WARMUP + repeat, len(configs)))
+    seconds = np.zeros((WARMUP + repeat, len(runs)))
     for i in range(WARMUP + repeat):
         for j, trainer in enumerate(trainers):
             comm.barrier()  # ranks without a part in a layout leave the cores to the others
             if trainer is not None:
                 seconds[i, j] = _step_seconds(trainer, RECORDED + i)
     comm.all_reduce(peaks)
-    return [_row(config, seconds[WARMUP:, j], peaks[:, j].astype(int).tolist()) for j, config in enumerate(configs)]
+    return [_row(args, seconds[WARMUP:, j], peaks[:, j].astype(int).tolist()) for j, args in enumerate(runs)]
 
 
 def _step_seconds(trainer: Trainer, step: int) -> float:
@@ -293,18 +323,17 @@ def _latest(world: Communicator) -> float:
     return max(float(np.frombuffer(each)[0]) for each in world.all_gather_bytes(now.tobytes()))
 
 
-def _row(config: TrainConfig, seconds: np.ndarray, peaks: list[int]) -> dict[str, Any]:
-    mesh, ranks = config.mesh, layout_of(config).gpus
-    schedule = schedule_of(config) if mesh.pp > 1 else None
+def _row(args: Namespace, seconds: np.ndarray, peaks: list[int]) -> dict[str, Any]:
+    ranks = layout_of(args).gpus
     return {
         "ranks": ranks,
-        **{setting: getattr(mesh, setting) for setting in MESH_SETTINGS},
-        "schedule": None if schedule is None else schedule.name,
-        "virtual_stages": 1 if schedule is None else schedule.stages // mesh.pp,
-        "microbatches": config.data.microbatches,
-        "recompute": config.run.recompute,
-        **{size: getattr(config.model, size) for size in MODEL_SIZES},
-        "global_batch": config.data.global_batch,
+        **{setting: getattr(args, setting) for setting in MESH_SETTINGS},
+        "schedule": args.schedule if args.pp > 1 else None,
+        "virtual_stages": stages_of(args) // args.pp,
+        "microbatches": args.microbatches,
+        "recompute": args.recompute,
+        **{size: getattr(args, size) for size in MODEL_SIZES},
+        "global_batch": args.global_batch,
         "seconds": float(np.median(seconds)),
         "seconds_min": float(seconds.min()),
         "seconds_max": float(seconds.max()),
@@ -316,7 +345,7 @@ def _row(config: TrainConfig, seconds: np.ndarray, peaks: list[int]) -> dict[str
 # ---- modelled --------------------------------------------------------------------------------------------------------
 
 
-def add_modelled_flags(parser: argparse.ArgumentParser) -> None:
+def add_modelled_flags(parser: ArgumentParser) -> None:
     """Add the flags of `bench modelled`."""
     add = parser.add_argument
     add("--gpus-per-node", type=int, default=8, metavar="N", help="ranks in one host (8)")
@@ -327,40 +356,22 @@ def add_modelled_flags(parser: argparse.ArgumentParser) -> None:
     add("flags", nargs="*", metavar="-- FLAGS", help="of minipar.train: mesh, model, batch")
 
 
-def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
+def run_modelled(comm: Communicator, args: Namespace) -> None:
     """Run a step of any layout on a modelled cluster of hosts, in one process, next to the prediction."""
     if comm.size > 1:
         raise UsageError(f"bench modelled makes its own ranks; mpirun started {comm.size}: run it without mpirun")
-    parsed = parse(args.flags)
-    data = DataConfig(global_batch=parsed.data.global_batch, microbatches=parsed.data.microbatches)
-    run = RunConfig(recompute=parsed.run.recompute, dtype=parsed.run.dtype, reduction=parsed.run.reduction)
-    if parsed != TrainConfig(parsed.mesh, parsed.model, data, run=run):
-        raise UsageError(
-            "bench modelled takes one step of random tokens: of minipar.train's flags those of mesh and model, "
-            "--global-batch, --microbatches, --recompute and --dtype"
-        )
-    ranks = (parsed.mesh.dp or 1) * parsed.mesh.cp * parsed.mesh.tp * parsed.mesh.pp
-    if ranks > MOST_RANKS or run.reduction != "ring":
-        raise UsageError(f"{ranks} ranks, --reduction {run.reduction}: at most {MOST_RANKS}, and ring")
-    if args.gpus_per_node < 1:
-        raise UsageError(f"--gpus-per-node {args.gpus_per_node}: expected at least 1")
-    values = args.flops, *args.inside, *args.between
-    if min(values) <= 0:
-        raise UsageError(f"--flops, --inside, --between {' '.join(f'{x:g}' for x in values)}: each must be above 0")
-    config, per_host = resolve(parsed, ranks), min(args.gpus_per_node, ranks)
+    ranks = ranks_of(args.flags)
+    run = parse(args.flags, ranks)
+    if ranks > MOST_RANKS or run.reduction == "tree":
+        raise UsageError(f"{ranks} ranks, --reduction {run.reduction}: at most {MOST_RANKS}, and not tree")
+    per_host = min(args.gpus_per_node, ranks)
     cluster = model_clock_cluster(ranks, args.flops, AlphaBeta(*args.inside), AlphaBeta(*args.between), per_host)
-    seconds = modelled_step(config, cluster)
-    cluster = replace(cluster, framework=framework_of(config))
-    time = step_time(shape_of(config), layout_of(config), cluster, config.model.seq_len)
+    seconds = modelled_step(run, cluster)
+    time = step_time(shape_of(run), layout_of(run), replace(cluster, framework=framework_of(run)), run.seq_len)
     row = {
         "ranks": ranks,
         "hosts": -(-ranks // per_host),
-        "dp": config.mesh.dp,
-        "cp": config.mesh.cp,
-        "ep": config.mesh.ep,
-        "tp": config.mesh.tp,
-        "etp": config.mesh.etp or config.mesh.tp,
-        "pp": config.mesh.pp,
+        **{axis: getattr(run, axis) for axis in ("dp", "cp", "ep", "tp", "pp")},
         "seconds": seconds,
         "predicted_seconds": time.total,
         "ratio": time.total / seconds,
@@ -371,8 +382,8 @@ def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
     publish(comm, [row], args.json)
 
 
-def modelled_step(config: TrainConfig, cluster: Cluster) -> float:
-    """Return the seconds of one training step of a resolved configuration on a `model_clock_cluster`.
+def modelled_step(args: Namespace, cluster: Cluster) -> float:
+    """Return the seconds of one training step of parsed flags on a `model_clock_cluster`.
 
     They count from the common start until the last rank is done.
     """
@@ -380,8 +391,8 @@ def modelled_step(config: TrainConfig, cluster: Cluster) -> float:
     network = Network(inside.alpha, inside.beta, Network(between.alpha, between.beta), cluster.per_host)
 
     def step(comm: Communicator) -> float:
-        mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("tp", "pp", "cp", "ep", "etp")})
-        trainer = Trainer(config, mesh, random_tokens(config))
+        mesh = DeviceMesh(comm, tp=args.tp, pp=args.pp, cp=args.cp, ep=args.ep)
+        trainer = Trainer(args, mesh, random_tokens(args))
         start = comm.clock.now()
         trainer.step(0)
         return comm.clock.now() - start

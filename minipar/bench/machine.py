@@ -27,9 +27,9 @@ from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.optim import AdamW
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.parallelize import shard
 from minipar.parallel.pipeline.stage import PipelineStage
 from minipar.parallel.tensor.plan import tensor_parallel
+from minipar.parallel.wrap import shard
 
 COLUMNS = (
     "row", "name", "value", "unit", "hidden", "seq_len", "samples", "tp", "sequence_parallel", "fitted", "bytes",

@@ -21,9 +21,9 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Durations, Schedule, Slot, Time, Timeline, parse_action, simulate
-from minipar.train.config import check_settings, resolve, schedule_of
 from minipar.train.data import Tokens
-from minipar.train.settings import DataConfig, MeshConfig, ModelConfig, TrainConfig
+from minipar.train.flags import parse
+from minipar.train.parallelize import schedule_of
 from minipar.train.trainer import Trainer
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
@@ -48,19 +48,16 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
         args.microbatches = comm.size
     check_positive(args, "repeat", "batch", "microbatches")
     layers = 2 * comm.size if args.layers is None else args.layers
-    configs = {}
+    sizes = f"--layers {layers} --hidden {args.hidden} --heads {args.heads} --seq-len {args.seq_len}"
+    batch = f"--global-batch {args.batch * args.microbatches} --microbatches {args.microbatches}"
+    runs = {}
     for name in SCHEDULES:
-        config = TrainConfig(
-            mesh=MeshConfig(dp=1, pp=comm.size, schedule=name),
-            model=ModelConfig(layers, args.hidden, args.heads, args.seq_len, VOCABULARY),
-            data=DataConfig(global_batch=args.batch * args.microbatches, microbatches=args.microbatches),
-        )
-        check_settings(config)
-        configs[name] = resolve(config, comm.size)
-    publish(comm, measure(comm, configs, args.repeat), args.json, hidden=["layers", "hidden", "batch"])
+        flags = f"--pp {comm.size} --schedule {name} {sizes} --vocab-size {VOCABULARY} {batch}"
+        runs[name] = parse(flags.split(), comm.size)
+    publish(comm, measure(comm, runs, args.repeat), args.json, hidden=["layers", "hidden", "batch"])
 
 
-def measure(comm: Communicator, configs: dict[str, TrainConfig], repeat: int) -> list[dict[str, Any]]:
+def measure(comm: Communicator, runs: dict[str, argparse.Namespace], repeat: int) -> list[dict[str, Any]]:
     """Measure a row for each schedule; only rank 0 returns rows. Collective.
 
     Bubbles (idle / total) and seconds, from the first action of a step to the last, are medians over the steps.
@@ -68,9 +65,9 @@ def measure(comm: Communicator, configs: dict[str, TrainConfig], repeat: int) ->
     timed = Communicator(comm.transport, clock="cpu")
     mesh = DeviceMesh(timed, pp=comm.size)
     # All of them first: too few layers for one schedule's stages show before any time is spent on another's steps.
-    trainers = {name: Trainer(config, mesh, random_tokens(config)) for name, config in configs.items()}
-    schedules = {name: schedule_of(config) for name, config in configs.items()}
-    steps: dict[str, list[Timeline]] = {name: [] for name in configs}
+    trainers = {name: Trainer(args, mesh, random_tokens(args)) for name, args in runs.items()}
+    schedules = {name: schedule_of(args, args.pp) for name, args in runs.items()}
+    steps: dict[str, list[Timeline]] = {name: [] for name in runs}
     for step in range(WARMUP + repeat):
         for name, trainer in trainers.items():
             start_trace(timed)
@@ -80,14 +77,14 @@ def measure(comm: Communicator, configs: dict[str, TrainConfig], repeat: int) ->
                 steps[name].append(timeline)
     if comm.rank != 0:
         return []
-    return [_row(configs[name], schedules[name], timelines) for name, timelines in steps.items()]
+    return [_row(runs[name], schedules[name], timelines) for name, timelines in steps.items()]
 
 
-def random_tokens(config: TrainConfig) -> Tokens:
+def random_tokens(args: argparse.Namespace) -> Tokens:
     """Return a random text for the model's vocabulary, the same on every rank."""
     random = np.random.Generator(np.random.Philox(0))
-    ids = random.integers(0, config.model.vocab_size, 64 * config.model.seq_len + 1, dtype=np.uint16)
-    return Tokens(ids, "random tokens", config.model.vocab_size)
+    ids = random.integers(0, args.vocab_size, 64 * args.seq_len + 1, dtype=np.uint16)
+    return Tokens(ids, "random tokens")
 
 
 def _timeline(comm: Communicator, schedule: Schedule) -> Timeline | None:
@@ -117,16 +114,16 @@ def mean_durations(timeline: Timeline) -> Durations:
     return Durations(table={key: sum(values) / len(values) for key, values in times.items()})
 
 
-def _row(config: TrainConfig, schedule: Schedule, steps: list[Timeline]) -> dict[str, Any]:
+def _row(args: argparse.Namespace, schedule: Schedule, steps: list[Timeline]) -> dict[str, Any]:
     bubbles = [float(step.bubble_fraction) for step in steps]
     simulated = [simulate(schedule, mean_durations(step)) for step in steps]
     return {
         "schedule": schedule.name,
         "ranks": len(schedule.ranks),
         "microbatches": schedule.microbatches,
-        "layers": config.model.layers,
-        "hidden": config.model.hidden,
-        "batch": config.data.global_batch // config.data.microbatches,
+        "layers": args.layers,
+        "hidden": args.hidden,
+        "batch": args.global_batch // args.microbatches,
         "bubble_measured": float(np.median(bubbles)),
         "bubble_min": min(bubbles),
         "bubble_max": max(bubbles),

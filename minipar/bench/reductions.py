@@ -14,11 +14,12 @@ import numpy as np
 from minipar.bench import add_model_flags, check_positive, largest, publish
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
-from minipar.train.config import parse, resolve
 from minipar.train.data import Tokens
-from minipar.train.settings import CHOICES
+from minipar.train.flags import parse
 from minipar.train.trainer import Trainer
+from minipar.train.tree_trainer import TreeTrainer
 
+REDUCTIONS = ("ring", "ordered", "tree")
 WARMUP = 1
 
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(comm: Communicator, args: argparse.Namespace) -> None:
     """Measure a step and count its bytes with each order of sums, next to the ring."""
     check_positive(args, "repeat", "vocab_size")
-    trainers = {reduction: trainer_for(comm, args, reduction) for reduction in CHOICES["--reduction"]}
+    trainers = {reduction: trainer_for(comm, args, reduction) for reduction in REDUCTIONS}
     seconds: dict[str, list[float]] = {reduction: [] for reduction in trainers}
     sent: dict[str, int] = {}
     for step in range(WARMUP + args.repeat):
@@ -72,7 +73,7 @@ def trainer_for(comm: Communicator, args: argparse.Namespace, reduction: str) ->
     words = ["--reduction", reduction, "--steps", str(WARMUP + args.repeat)]
     for name in names:
         words += ["--" + name.replace("_", "-"), str(vars(args)[name])]
-    config = resolve(parse(words, comm.rank), comm.size)
     letters = np.random.default_rng(0).integers(0, args.vocab_size, 16 * args.seq_len)
-    tokens = Tokens(letters.astype(np.uint16), "random text", args.vocab_size)
-    return Trainer(config, DeviceMesh(comm, tp=args.tp), tokens)
+    tokens = Tokens(letters.astype(np.uint16), "random text")
+    kind = TreeTrainer if reduction == "tree" else Trainer
+    return kind(parse(words, comm.size), DeviceMesh(comm, tp=args.tp), tokens)

@@ -103,6 +103,10 @@ class ModelClock(Clock):
         """Compute for `seconds`."""
         self._time += seconds
 
+    def compute(self, flops: int) -> None:
+        """Take the time of so many operations of a matrix product."""
+        self.advance(flops / self.flops_per_second)
+
 
 CLOCKS: dict[str, Callable[[], Clock]] = {"wall": WallClock, "cpu": CpuClock, "model": ModelClock}
 

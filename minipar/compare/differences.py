@@ -1,6 +1,6 @@
 """`python -m minipar.compare A B`: whether two recorded runs are equal, or where they part, by which factor, and why.
 
-A and B are directories that `minipar.train --record`, or any loop with `minipar.record.Record`,
+A and B are directories that `minipar.train --record`, or any loop with `minipar.compare.record.Record`,
 wrote. It needs no MPI.
 """
 

@@ -1,4 +1,4 @@
-"""The records that `minipar.record` wrote, read again: files that may come from somebody else."""
+"""The records that `compare/record.py` wrote, read again: files that may come from somebody else."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from minipar.compare.causes import CAUSES
+from minipar.compare.record import strips
 from minipar.errors import UsageError
-from minipar.record import strips
 
 EPSILONS = {"float64": 2**-52, "float32": 2**-23}  # any other dtype counts as bfloat16
 LARGEST = 10**18  # no count or size in a run.json may be larger

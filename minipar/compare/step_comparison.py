@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from minipar.compare.causes import CLIPPED, MEANS, OTHER, Difference, Sizes, causes, describe, name_strips
-from minipar.record import strips
+from minipar.compare.record import strips
 
 NEARLY_PARALLEL = 0.8  # the cosine of two gradients that are sums of the same parts, with other weights
 CERTAIN = 0.01  # the rounding, as a part of a gradient, beyond which a ratio says little

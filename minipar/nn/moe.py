@@ -33,6 +33,8 @@ class MixtralConfig(LlamaConfig):
     rope_theta: float = 1e6
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
+    output_router_logits: bool = False  # whether training adds the auxiliary loss
+    router_aux_loss_coef: float = 0.001
 
     model_type = "mixtral"
 
@@ -41,6 +43,10 @@ class MixtralConfig(LlamaConfig):
         if self.num_experts_per_tok > self.num_local_experts:
             k = self.num_experts_per_tok
             raise ValueError(f"top-k {k} is more than experts {self.num_local_experts}")
+
+    @property
+    def aux_coefficient(self) -> float:  # type: ignore[override]
+        return self.router_aux_loss_coef if self.output_router_logits else 0.0
 
     @property
     def layer_matrices(self) -> int:
@@ -270,6 +276,13 @@ class MoE(Module):
 def moe_layers(model: Module) -> list[Any]:
     """List a model's layers of experts."""
     return [module for _, module in model.named_modules() if isinstance(module, MoE)]
+
+
+def scale_auxiliary_loss(model: Module, factor: float) -> None:
+    """Let the next backward add `factor` times the sum of the layers' auxiliary losses; they average over layers."""
+    moes = moe_layers(model)
+    for moe in moes:
+        moe.aux_loss = factor / len(moes)
 
 
 class MixtralBlock(Module):

@@ -14,13 +14,11 @@ wraps the `run` of each segment, too.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
-from decimal import Decimal
 from functools import partial
 from typing import Any, ClassVar
 
 from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, linear, packed_ids
 from minipar.backend import Array, from_host, xp
-from minipar.errors import check_memory
 from minipar.nn.guards import array_of, check_config, check_packed, check_size, check_tokens, float_dtype
 from minipar.nn.layers import Init, Linear
 from minipar.nn.module import Module, Segment
@@ -38,6 +36,7 @@ class TransformerConfig(ABC):
     initializer_range: float
     tie_word_embeddings: bool  # whether the head is the token embedding
     num_local_experts: int  # only a Mixtral has experts
+    aux_coefficient = 0.0  # the auxiliary loss's factor
 
     @property
     @abstractmethod
@@ -113,19 +112,6 @@ class TransformerConfig(ABC):
         """
         return batch * length * sum(self.segment_flops(length))
 
-    def check_memory(self, nbytes: int, shares: int = 1) -> None:
-        """Raise UsageError if this machine's memory is too small for a share of the model.
-
-        The share is one of `shares`, with `nbytes` bytes for each parameter.
-        """
-        count = Decimal(self.parameters)
-        sizes = (
-            f"vocabulary {self.vocab_size}, {self.n_positions} positions, {self.n_layer} layers "
-            f"of hidden {self.n_embd} and ffn {self.n_inner}"
-        )
-        needed = f"{count:.6g} parameters * {nbytes} bytes / {shares}"
-        check_memory(count * nbytes / shares, f"{sizes}: {needed}")
-
 
 def identity(x: Tensor) -> Tensor:
     """Return x, as a seam of the model does that no strategy has filled."""
@@ -172,8 +158,6 @@ class LanguageModel(Module):
     ) -> None:
         check_config(type(self).__name__, self.config_type, config)
         self.dtype = float_dtype(type(self).__name__, dtype)
-        if not deferred:
-            config.check_memory(xp.dtype(self.dtype).itemsize)
         self.config = config
         self.recompute = recompute
         self.deferred = deferred

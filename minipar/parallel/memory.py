@@ -11,7 +11,6 @@ from fractions import Fraction
 
 import numpy as np
 
-from minipar.errors import UsageError
 from minipar.parallel.placement import Placement
 
 STAGES = (0, 1, 2, 3)
@@ -95,44 +94,3 @@ def elements_placed(placements: Sequence[Placement], rank: int) -> tuple[int, in
         psi += placement.dp.size
         own += len(placement.dp.elements(rank, placement.dp.ranks))
     return psi, own
-
-
-def check_limit(
-    limit: int, placements: Sequence[Placement], ranks: int, stage: int, widths: Sequence[Precision], accumulating: bool
-) -> None:
-    """Raise UsageError, with a stage that fits, if a rank's model state is above `limit` bytes.
-
-    `widths` are the bytes of an element at each stage, on `ranks` data-parallel ranks.
-    """
-    # Rank 0 owns the most. NB: frameworks pad every rank to that.
-    psi, own = elements_placed(placements, rank=0)
-    totals = [model_state(psi, own, s, widths[s], accumulating).total for s in STAGES]
-    if totals[stage] <= limit:
-        return
-
-    def arithmetic(stage: int) -> str:
-        parameters, gradients, optimizer = elements_held(psi, own, stage, accumulating)
-        width = widths[stage]
-        terms = [
-            f"{width.parameters}*{parameters:,} (parameters)",
-            f"{width.gradients}*{gradients:,} (gradients)",
-            f"{width.optimizer}*{optimizer:,} (optimizer)",
-        ]
-        return f"{' + '.join(terms)} = {totals[stage]:,} bytes"
-
-    plural = "s" if ranks > 1 else ""
-    message = f"--memory-limit {limit:,} bytes of model state per rank, but --zero-stage {stage}"
-    message += f" on {ranks} data-parallel rank{plural} holds {arithmetic(stage)}"
-    fitting = [s for s in STAGES if totals[s] <= limit]
-    least = totals.index(min(totals))
-    if fitting:
-        message += f"; --zero-stage {fitting[0]} fits: {arithmetic(fitting[0])}"
-    elif least != stage:
-        message += f"; the least, --zero-stage {least}, holds {arithmetic(least)}; no stage fits"
-    else:
-        message += "; no stage fits"
-    if accumulating and ranks > 1:
-        message += " (whole gradients while microbatches accumulate, from stage 2 on next to the"
-        message += " chunk of their sum; without a pipeline, --sync-every-microbatch keeps them"
-        message += " sharded)"
-    raise UsageError(message)

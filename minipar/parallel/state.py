@@ -127,8 +127,8 @@ def gather_state(
     if values is None:
         values = [p.data for p in parameters]
     arrays = [to_host(values[i].reshape(-1)[elements]) for i, _, elements in own]
-    dtype = np.dtype(values[0].dtype if values else np.float32)
-    header = [[piece.to_json(), placement_of(parameters[i]).shape] for i, piece, _ in own]
+    dtype = str(arrays[0].dtype) if arrays else ""
+    header = {"dtype": dtype, "pieces": [[piece.to_json(), placement_of(parameters[i]).shape] for i, piece, _ in own]}
     headers = comm.gather_bytes(json.dumps(header).encode())
     if headers is None:
         if arrays:
@@ -138,20 +138,24 @@ def gather_state(
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, text in enumerate(headers):
         listed = json.loads(text)
-        theirs = [Piece.from_json(entry) for entry, _ in listed]
+        theirs = [Piece.from_json(entry) for entry, _ in listed["pieces"]]
         if rank > 0:
-            arrays = receive(comm, rank, theirs, dtype)
+            arrays = receive(comm, rank, theirs, listed["dtype"])
         for piece, array in zip(theirs, arrays, strict=True):
             pieces[piece.name].append((piece, array))
-        for entry, shape in listed:
+        for entry, shape in listed["pieces"]:
             shapes[entry["name"]] = tuple(shape)
     # The serial model's order; names that this rank's model does not have come last.
     own_names = [placement_of(p).name for p in model.parameters() if p.placement is not None]
     names = dict.fromkeys(name for name in [*own_names, *pieces] if name in pieces)
-    return {name: as_host(join(shapes[name], dtype, pieces[name])) for name in names}
+    state = {}
+    for name in names:
+        parts = pieces[name]
+        state[name] = as_host(join(shapes[name], parts[0][1].dtype, parts))
+    return state
 
 
-def receive(comm: Communicator, rank: int, pieces: Sequence[Piece], dtype: np.dtype) -> list[np.ndarray]:
+def receive(comm: Communicator, rank: int, pieces: Sequence[Piece], dtype: str) -> list[np.ndarray]:
     """Receive the elements of these pieces, which `rank` sends in one message."""
     if not pieces:
         return []

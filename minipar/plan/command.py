@@ -1,49 +1,78 @@
 """The command line with which `minipar.train` runs a plan, to copy."""
 
+import json
+import os
 from shlex import quote
+from typing import Any
 
-from minipar.errors import check_divides
+from minipar.errors import UsageError, check_divides
 from minipar.plan.layout import PRECISIONS, Layout
-from minipar.plan.model import ModelShape
+from minipar.plan.model import KEYS, ModelShape
 
 
 def train_command(name: str, model: ModelShape, layout: Layout, length: int) -> str:
-    """Return `mpirun -n N python -m minipar.train ...` with the flags of a layout. UsageError if it
-    trains no such one.
+    """Return `mpirun -n N python -m minipar.train ...` with the flags of a layout. UsageError if it trains no such one.
 
-    `name` is the model's, or the directory it was read from, which `--init-from` reads if flags
-    cannot say its shape.
+    `name` is the model's, or the directory it was read from. A second line is the config.json that a directory DIR
+    needs, if flags cannot say the shape.
     """
-    columns = "ffn/tp" if layout.etp is None else "ffn/etp"
-    why = "minipar.train has whole columns on each rank"
-    check_divides(columns, model.inner, layout.expert_tp, why)
+    if layout.expert_tp < layout.tp:
+        remedy = f"it cuts each expert over all of tp; plan with --etp {layout.tp}"
+        raise UsageError(f"etp {layout.etp} with tp {layout.tp}: {remedy}")
+    if layout.cp > 1 and layout.cp_order != "zigzag":
+        raise UsageError(f"cp-order {layout.cp_order}: its order is zigzag")
+    check_divides("ffn/tp", model.inner, layout.tp, "minipar.train has whole columns on each rank")
     if layout.sequence_parallel:
         why = "minipar.train has as many tokens on each rank of sequence parallelism"
         check_divides("tokens/tp", length // layout.cp, layout.tp, why)
-    shape = f"--init-from {quote(name)}" if needs_directory(model) else model_flags(model)
+    config = ""
+    if os.path.isdir(name):
+        shape = f"--model {quote(name)}"
+    elif needs_directory(model):
+        shape = "--model DIR"
+        config = f"\nDIR/config.json: {json.dumps(config_json(model, length))}"
+    else:
+        shape = model_flags(model)
     command = f"mpirun -n {layout.gpus} python -m minipar.train {shape} --seq-len {length}"
-    return f"{command} {mesh_flags(layout)} {precision_flags(layout)}"
+    return f"{command} {mesh_flags(layout)} {precision_flags(layout)}{config}"
+
+
+def model_type(model: ModelShape) -> str:
+    """Return Hugging Face's name of the kind of model."""
+    if model.experts is not None:
+        return "mixtral"
+    return "llama" if model.gated else "gpt2"
 
 
 def needs_directory(model: ModelShape) -> bool:
-    """Return whether no flags of minipar.train say the shape: a tied Llama, or a GPT-2 with an MLP
-    of its own size.
-    """
-    return model.tied if model.gated else model.inner != 4 * model.hidden
+    """Return whether no flags of minipar.train say the shape: they leave out heads of keys, ffn, and experts."""
+    ffn = 4 * model.hidden
+    if model.gated:
+        ffn = -(-8 * model.hidden // 192) * 64  # as in minipar.train
+    experts = (model.experts, model.top_k) not in ((None, 1), (8, 2))
+    tied = model.tied != (model_type(model) == "gpt2")
+    return model.groups != model.heads or model.inner != ffn or experts or tied
 
 
 def model_flags(model: ModelShape) -> str:
     """Return the flags of the model's shape."""
-    kind = "gpt2"
-    more = ""
-    if model.gated:
-        kind = "llama"
-        more = f" --kv-heads {model.groups} --ffn {model.inner}"
-    if model.experts is not None:
-        kind = "mixtral"
-        more = f"{more} --experts {model.experts} --top-k {model.top_k}"
     sizes = f"--layers {model.layers} --hidden {model.hidden} --heads {model.heads}"
-    return f"--model {kind} {sizes} --vocab-size {model.vocab_size}{more}"
+    return f"--model {model_type(model)} {sizes} --vocab-size {model.vocab_size}"
+
+
+def config_json(model: ModelShape, length: int) -> dict[str, Any]:
+    """Return the config.json of a model directory, as minipar.train and transformers read it."""
+    kind = model_type(model)
+    sizes: dict[str, Any] = {key: getattr(model, field) for field, key in KEYS[kind].items()}
+    if kind == "gpt2":
+        return {"model_type": kind, **sizes}
+    sizes["num_key_value_heads"] = model.groups
+    return {
+        "model_type": kind,
+        **sizes,
+        "max_position_embeddings": length,
+        "tie_word_embeddings": model.tied,
+    }
 
 
 def mesh_flags(layout: Layout) -> str:
@@ -51,13 +80,10 @@ def mesh_flags(layout: Layout) -> str:
     flags = [f"--dp {layout.dp}"]
     if layout.cp > 1:
         flags.append(f"--cp {layout.cp} --context-parallel {layout.context_parallel}")
-        flags.append(f"--cp-order {layout.cp_order}")
     if layout.ep > 1:
         flags.append(f"--ep {layout.ep}")
     if layout.tp > 1:
         flags.append(f"--tp {layout.tp}")
-    if layout.expert_tp < layout.tp:
-        flags.append(f"--etp {layout.etp}")
     if layout.sequence_parallel:
         flags.append("--sequence-parallel")
     if layout.pp > 1:
@@ -72,12 +98,10 @@ def mesh_flags(layout: Layout) -> str:
 
 
 def precision_flags(layout: Layout) -> str:
-    """Return the flags of the dtypes, and of what is computed again in backward."""
-    dtype = "bf16"
-    if layout.precision == PRECISIONS["fp16"]:
-        dtype = "fp16 --gradients fp16 --reduce-dtype fp16"
-    # Both flash attention and selective recomputation compute the scores once more in backward.
-    again = layout.attention == "flash" or layout.recompute == "selective"
-    attention = "blockwise" if again else "full"
+    """Return the flags of the dtype, and of what is computed again in backward.
+
+    Attention of long sequences always computes its scores again, as flash attention does.
+    """
+    dtype = "fp16" if layout.precision == PRECISIONS["fp16"] else "bf16"
     recompute = "full" if layout.recompute == "full" else "none"
-    return f"--dtype {dtype} --attention {attention} --recompute {recompute}"
+    return f"--dtype {dtype} --recompute {recompute}"

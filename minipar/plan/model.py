@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minipar.errors import UsageError
-from minipar.hints import did_you_mean, suggest
-from minipar.nn.pretrained import read_json
+from minipar.train.pretrained import read_json
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_LAYERS = 4096  # a search goes through every layer of a stage
@@ -350,5 +349,4 @@ def read_config(directory: str) -> tuple[Path, dict[str, Any]]:
     if os.path.isdir(directory):
         remedy = "`minipar train --export DIR` writes one"
         raise UsageError(f"--model {directory}: a directory without a config.json; {remedy}")
-    known = f"neither a directory nor one of {', '.join(MODELS)}"
-    raise UsageError(f"--model {directory}: {known}{did_you_mean(suggest(directory, MODELS))}")
+    raise UsageError(f"--model {directory}: neither a directory nor one of {', '.join(MODELS)}")

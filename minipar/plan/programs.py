@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from minipar.errors import UsageError
-from minipar.hints import did_you_mean, suggest
-from minipar.nn.pretrained import read_json
 from minipar.plan.cluster import GPUS, Assumptions, Gpu
 from minipar.plan.layout import (
     DEEPSPEED_2021,
@@ -19,6 +17,7 @@ from minipar.plan.layout import (
     NANOTRON,
     Framework,
 )
+from minipar.train.pretrained import read_json
 
 GPU_RANGE = (1.0, 1e24)  # each value in a user's file that is not a fraction lies in it
 PROGRAM_RANGE = (0.0, 1e12)  # each value in a user's file that is not a fraction lies in it
@@ -150,8 +149,7 @@ def _own_values(
     """
     names = ", ".join(known)
     if not os.path.exists(name):  # False, too, for a name that is too long
-        question = did_you_mean(suggest(name, known))
-        raise UsageError(f"--{kind} {name}: neither a JSON file nor one of {names}{question}")
+        raise UsageError(f"--{kind} {name}: neither a JSON file nor one of {names}")
     values: dict[str, Any] = read_json(Path(name))
     like = values.pop("like", None)
     if like is not None:
@@ -160,8 +158,7 @@ def _own_values(
         like = like.lower()
     for key, value in values.items():
         if key not in fields:
-            question = did_you_mean(suggest(key, fields)) or "; see cluster.py"
-            raise UsageError(f"{name}: no {kind} has {key[:40]!r}{question}")
+            raise UsageError(f"{name}: no {kind} has {key[:40]!r}; expected {', '.join(fields)}")
         low, high = FRACTION_RANGE if key in FRACTIONS else usual
         if type(value) not in (int, float) or not low <= value <= high:
             expected = f"a value from {low:g} to {high:g}"

@@ -187,7 +187,7 @@ def _command(request: Request, plan: Plan) -> list[str]:
     except UsageError as error:
         return [f"minipar.train cannot run 1.: {error}"]
     what = "The flags of 1. for minipar.train, which runs it on so many ranks of this machine:"
-    return [what, f"  {command}"]
+    return [what, *(f"  {line}" for line in command.splitlines())]
 
 
 def unit_of(values: Sequence[float], units: Mapping[str, float]) -> str:

@@ -1,264 +1,253 @@
-"""The command line of `python -m minipar.train`: one argument for each field of the settings.
-
-Rules about the values are in config.py, because a configuration can also be made without a command
-line.
-"""
+"""The command line of `python -m minipar.train`: one argument for each flag, and the rules that flags must keep."""
 
 import argparse
-import math
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
 
 from minipar.cli import UsageParser
+from minipar.comm.mesh import mesh_shape
+from minipar.errors import UsageError
+from minipar.nn.gpt import GPTConfig
+from minipar.nn.llama import LlamaConfig
+from minipar.nn.moe import MixtralConfig
+from minipar.nn.transformer import TransformerConfig
+from minipar.parallel.context import METHODS
 from minipar.parallel.pipeline.schedules import SCHEDULES
-from minipar.train.settings import CHOICES, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
+from minipar.parallel.tensor.plan import check_shape
+from minipar.train.checkpoint import newest, read_run
+from minipar.train.parallelize import schedule_of
+from minipar.train.pretrained import load_config
+from minipar.train.tree_trainer import check_tree
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-def make_parser(prints: bool) -> UsageParser:
-    """Make the parser. Its result has only what the user wrote: the settings have the defaults."""
-    parser = UsageParser(
-        prog="mpirun -n N python -m minipar.train",
-        description="Train a GPT, a Llama or a Mixtral across N ranks.",
-        allow_abbrev=False,  # an abbreviation that works today would be ambiguous with tomorrow's flag
-        argument_default=argparse.SUPPRESS,
-        prints=prints,
-    )
-    add_mesh_flags(parser)
-    add_model_flags(parser)
-    add_data_flags(parser)
-    add_optimizer_flags(parser)
-    add_run_flags(parser)
-    return parser
+MODELS = ("gpt2", "llama", "mixtral")
+SIZES = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab_size": "vocab_size"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+# A run that is resumed takes these from its checkpoint, unless they are given again. Its layout is free.
+KEPT = (
+    "model", *SIZES, "seq_len", "dropout", "data", "order", "global_batch", "eval_every", "steps", "lr", "lr_schedule",
+    "warmup_steps", "betas", "weight_decay", "clip_grad", "seed", "dtype", "reduction",
+)  # fmt: skip
 
 
-def byte_count(text: str) -> int:
-    """Convert "1500000", "1.5MB" or "512KiB" to a number of bytes, at least 1."""
-    number = text.rstrip("KMGiB ")
-    unit = text[len(number) :].strip()
-    try:
-        count = float(number) * UNITS[unit]
-    except (KeyError, ValueError):
-        count = 0.0
-    if not 1 <= count < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 1500000, 1.5MB or 512KiB")
-    return int(count)
+def count(text: str) -> int:
+    """Convert to a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
 def dtype_name(text: str) -> str:
-    """Return NumPy's name of a dtype that is called bf16, fp16, fp32 or fp64 (ml_dtypes adds bfloat16)."""
-    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    return names.get(text, text)
+    """Convert bf16, fp16, fp32 or fp64, or NumPy's name of one of them, to NumPy's name."""
+    name = DTYPES.get(text, text)
+    if name not in DTYPES.values():
+        raise ValueError
+    return name
 
 
-# Laid out by hand: the help of a flag has lines of its own where it is long.
 # fmt: off
 
 
-def add_mesh_flags(parser: UsageParser) -> None:
-    """Add the flags of MeshConfig."""
-    title = "mesh: how many ranks each kind of parallelism takes, and what they share"
-    add = parser.add_argument_group(title).add_argument
-    add("--dp", type=int, metavar="N",
-        help="data-parallel replicas (default: as many as there are ranks)")
-    add("--tp", type=int, metavar="T",
-        help="tensor-parallel ranks that share each layer; they must divide the heads (default: "
-             f"{MeshConfig.tp})")
-    add("--cp", type=int, metavar="C",
-        help="context-parallel ranks that share each sample's tokens; 2*C must divide them "
-             f"(default: {MeshConfig.cp})")
-    add("--context-parallel", choices=CHOICES["--context-parallel"],
-        help="keys and values travel around a ring, or are gathered, or each rank takes all "
-             f"tokens of some heads (default: {MeshConfig.context_parallel})")
-    add("--cp-order", choices=CHOICES["--cp-order"],
-        help="zigzag: an early and a late part of each sample, equal work on every rank; "
-             "contiguous: the r-th part; documents: with --pack ID, zigzag in each document, the "
-             f"default then (default: {MeshConfig.cp_order})")
-    add("--ep", type=int, metavar="P",
-        help="with --model mixtral: neighbours that each hold 1/P of the experts, among dp*cp or, "
-             f"with --etp, dp*cp*T/Q (default: {MeshConfig.ep})")
-    add("--etp", type=int, metavar="Q",
-        help="with --model mixtral and --sequence-parallel: ranks of tp that share each expert; 1 "
-             "leaves experts whole (default: all T)")
-    add("--pp", type=int, metavar="P",
-        help=f"pipeline ranks, each with its own layers (default: {MeshConfig.pp})")
-    add("--schedule", metavar="NAME",
-        help=f"with --pp 2 or more: order of the pipeline: {', '.join(SCHEDULES)}, or PyTorch's "
-             "FILE.csv (default: 1f1b)")
-    add("--virtual-stages", type=int, metavar="V",
-        help="with --pp 2 or more: stages per rank of interleaved-1f1b (default: 2)")
+def make_parser(prints: bool) -> UsageParser:
+    """Make the parser. Only the rank that `prints` shows `--help`."""
+    parser = UsageParser(
+        prog="mpirun -n N python -m minipar.train",
+        usage="%(prog)s [flags]",
+        allow_abbrev=False,
+        prints=prints,
+        description="Train a GPT, a Llama or a Mixtral on N ranks. The sizes of the mesh multiply to N.",
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=28, width=110),
+    )
+    add = parser.add_argument_group("mesh").add_argument
+    add("--dp", type=count,
+        help="data-parallel replicas [what the other axes leave]")
+    add("--tp", type=count, default=1,
+        help="tensor-parallel ranks, which divide the heads [1]")
+    add("--pp", type=count, default=1,
+        help="pipeline ranks [1]")
+    add("--cp", type=count, default=1,
+        help="context-parallel ranks, which share each sample's tokens [1]")
+    add("--ep", type=count, default=1,
+        help="ranks of dp x cp that share a Mixtral's experts [1]")
     add("--sequence-parallel", action="store_true",
-        help="with --tp 2 or more: LayerNorm, dropout and residuals work on 1/T of the sequence; "
-             "the same bytes travel")
-    add("--zero-stage", type=int, metavar="K",
-        help="what data-parallel ranks shard: 0 nothing; 1 optimizer state; 2 gradients too; 3 "
-             f"parameters too (default: {MeshConfig.zero_stage})")
-    add("--zero-replicas", type=int, metavar="Q",
-        help="with --zero-stage 1, 2 or 3: shard within Q groups of near ranks, such as hosts, "
-             f"and sum gradients over groups (HSDP) (default: {MeshConfig.zero_replicas})")
+        help="norms and residuals work on 1/tp of the tokens")
+    add("--context-parallel", default="ring", choices=METHODS,
+        help="how attention sees all tokens [ring]")
+    add("--zero-stage", type=int, default=0, choices=range(4),
+        help="dp shards optimizer, gradients, parameters [0]")
+    add("--zero-replicas", type=count, default=1, metavar="N",
+        help="shard within N groups of ranks (HSDP) [1]")
     add("--sync-every-microbatch", action="store_true",
-        help="with --zero-stage 2 or 3: keep gradients sharded between microbatches, and send "
-             "them M times, not once")
-    add("--memory-limit", type=byte_count, metavar="BYTES",
-        help="refuse to start if parameters, gradients and optimizer state take more on a rank; "
-             "such as 1500000 or 1.5GiB")
-
-
-def add_model_flags(parser: UsageParser) -> None:
-    """Add the flags of ModelConfig."""
-    title = "model: GPT-2's architecture, Llama's, or Mixtral's"
-    add = parser.add_argument_group(title).add_argument
-    add("--layers", type=int, metavar="L",
-        help=f"Transformer layers (default: {ModelConfig.layers})")
-    add("--hidden", type=int, metavar="H",
-        help=f"hidden size: elements per token between layers (default: {ModelConfig.hidden})")
-    add("--heads", type=int, metavar="A",
-        help=f"attention heads; they must divide hidden (default: {ModelConfig.heads})")
-    add("--seq-len", type=int, metavar="T",
-        help="tokens per sample; without --init-from also GPT-2's learned positions (default: "
-             f"{ModelConfig.seq_len})")
-    add("--vocab-size", type=int, metavar="V",
-        help=f"vocabulary: token ids are 0 to V-1 (default: {ModelConfig.vocab_size})")
-    add("--model", choices=CHOICES["--model"],
-        help="the architecture: GPT-2's; Llama's, whose head is not tied to the embedding; or "
-             f"Mixtral's, with experts (default: {ModelConfig.model})")
-    add("--kv-heads", type=int, metavar="N",
-        help="with --model llama or mixtral: heads of keys and values (default: as --heads)")
-    add("--ffn", type=int, metavar="F",
-        help="with --model llama or mixtral: columns of each MLP (default: 8/3 of hidden, up to "
-             "a multiple of 64)")
-    add("--experts", type=int, metavar="E",
-        help="with --model mixtral: MLPs in each layer (default: 8)")
-    add("--top-k", type=int, metavar="K",
-        help="with --model mixtral: experts that each token is sent to (default: 2)")
-    add("--aux-loss", type=float, metavar="COEF",
-        help="with --model mixtral: coefficient of the routers' balance loss (default: "
-             f"{ModelConfig.aux_loss})")
-    add("--router-bias", type=float, metavar="RATE",
-        help="with --model mixtral: change per step of the routers' biases (default: "
-             f"{ModelConfig.router_bias})")
-    add("--capacity-factor", type=float, metavar="F",
-        help="with --model mixtral: experts take at most F times the mean load of a microbatch "
-             "and drop the rest (default: take all)")
+        help="gradients stay sharded between microbatches")
+    add("--schedule", default="1f1b", choices=SCHEDULES, metavar="NAME",
+        help=", ".join(SCHEDULES))
+    add("--virtual-stages", type=count, metavar="N",
+        help="stages per rank of interleaved-1f1b [2]")
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="gpt2",
+        help="gpt2, llama, mixtral, or a directory with a config.json [gpt2]")
+    add("--layers", type=count,
+        help="[2]")
+    add("--hidden", type=count,
+        help="[128]")
+    add("--heads", type=count,
+        help="[4]")
+    add("--vocab-size", type=count, metavar="N",
+        help="[256]")
+    add("--seq-len", type=count, default=64, metavar="N",
+        help="tokens of a sample [64]")
     add("--init-from", metavar="DIR",
-        help="start from a GPT-2, Llama or Mixtral directory (config.json, model.safetensors), "
-             "which also gives the shape")
-
-
-def add_data_flags(parser: UsageParser) -> None:
-    """Add the flags of DataConfig."""
-    title = "data: the source of the tokens and their order"
-    add = parser.add_argument_group(title).add_argument
-    add("--data", dest="path", metavar="PATH",
-        help="a text (bytes are tokens) or a nanoGPT .bin (uint16 tokens) (default: Python's "
-             "library)")
-    add("--order", choices=CHOICES["--order"],
-        help="random: samples start anywhere; sequential: the text from front to back (default: "
-             f"{DataConfig.order})")
-    add("--pack", type=int, metavar="ID",
-        help="token ID ends a document; samples hold several: positions restart in each, no token "
-             "sees another one (default: a sample is one document)")
-    add("--global-batch", type=int, metavar="B",
-        help=f"samples per step, over all replicas (default: {DataConfig.global_batch})")
-    add("--microbatches", type=int, metavar="M",
-        help="microbatches per replica and step, whose gradients are accumulated (default: "
-             f"{DataConfig.microbatches})")
-    add("--eval-every", type=int, metavar="K",
-        help="every K steps and at the end: the loss on text that training does not see, the "
-             "same in every layout")
-    add("--eval-data", metavar="PATH",
-        help="with --eval-every K: the text to evaluate on (default: the end of the training "
-             "text, which is then not trained on)")
-
-
-def add_optimizer_flags(parser: UsageParser) -> None:
-    """Add the flags of OptimizerConfig."""
-    title = "optimizer: AdamW, as torch.optim.AdamW computes it"
-    add = parser.add_argument_group(title).add_argument
-    add("--steps", type=int, metavar="S",
-        help=f"optimizer steps (default: {OptimizerConfig.steps})")
-    add("--lr", type=float, metavar="LR",
-        help=f"learning rate after warm-up (default: {OptimizerConfig.lr})")
-    add("--lr-schedule", choices=CHOICES["--lr-schedule"],
-        help="after warm-up the learning rate stays, or falls along half a cosine to a tenth in "
-             f"the last step (default: {OptimizerConfig.lr_schedule})")
-    add("--warmup-steps", type=int, metavar="W",
-        help="the learning rate is LR*(step+1)/(W+1) in steps 0 to W-1 (default: "
-             f"{OptimizerConfig.warmup_steps})")
-    add("--betas", nargs=2, type=float, metavar=("B1", "B2"),
-        help="decay per step of the running means of gradient and squared gradient (default: 0.9 "
-             "0.999)")
-    add("--eps", type=float, metavar="E",
-        help=f"added to the root of the squared mean (default: {OptimizerConfig.eps})")
-    add("--weight-decay", type=float, metavar="WD",
-        help="decoupled, of parameters with two or more dimensions (default: "
-             f"{OptimizerConfig.weight_decay})")
-    add("--dropout", type=float, metavar="P",
-        help="with --model gpt2: probability of dropout; the same in every layout (default: "
-             f"{OptimizerConfig.dropout})")
-    add("--clip-grad", type=float, metavar="NORM",
-        help="scale gradients down to this L2 norm; 0: no clipping (default: "
-             f"{OptimizerConfig.clip_grad})")
-
-
-def add_run_flags(parser: UsageParser) -> None:
-    """Add the flags of RunConfig."""
-    title = "run: seed, precision, device, and the files that are written"
-    add = parser.add_argument_group(title).add_argument
-    add("--seed", type=int, metavar="N",
-        help=f"keys every random draw (weights, samples) (default: {RunConfig.seed})")
-    add("--dtype", type=dtype_name, choices=CHOICES["--dtype"],
-        help="of parameters and activations; with bf16 and fp16 the optimizer has float32 copies "
-             f"of the parameters (default: {RunConfig.dtype})")
-    add("--gradients", type=dtype_name, choices=CHOICES["--gradients"],
-        help="in which microbatches' gradients add up, if --dtype has 2 bytes (default: fp32)")
-    add("--reduce-dtype", type=dtype_name, choices=CHOICES["--reduce-dtype"],
-        help="in which gradients and tensor-parallel sums travel and add up, if --dtype has 2 "
-             "bytes (default: fp32)")
-    add("--skip-nonfinite", action="store_true",
-        help="skip a step whose loss or gradient is not finite, and count it")
-    add("--device", choices=CHOICES["--device"],
-        help=f"cpu: NumPy; cuda: CuPy (default: {RunConfig.device})")
-    add("--recompute", choices=CHOICES["--recompute"],
-        help="full: keep only each layer's input and run its forward again in backward (default: "
-             f"{RunConfig.recompute})")
-    add("--attention", choices=CHOICES["--attention"],
-        help="full: keep all scores; blockwise: compute them again in backward; auto: full if "
-             f"short, or with dropout (default: {RunConfig.attention})")
-    add("--reduction", choices=CHOICES["--reduction"],
-        help="order of sums: ring; ordered (over ranks, rank 0 first: bit for bit as one device); "
-             "tree (all sums: bit for bit the same in all layouts, docs/combinations.md) (default: "
-             f"{RunConfig.reduction})")
-    add("--metrics", metavar="FILE.jsonl",
-        help="one JSON line per step; '-' is standard output, and progress then goes to standard "
-             "error")
-    add("--trace", metavar="FILE.json",
-        help="Chrome trace of every rank, for Perfetto or `minipar visualize trace`")
-    add("--clock", choices=CHOICES["--clock"],
-        help="with --trace FILE.json: time in the trace: wall; cpu: each rank's own CPU time; "
-             f"model: a cost model (default: {RunConfig.clock})")
-    add("--memory", metavar="FILE.json",
-        help="every rank's bytes by kind at each moment of the last step and at the peak, for "
-             "`minipar visualize memory`")
-    add("--record", metavar="DIR",
-        help="record the loss, gradients and updates of each step for `python -m "
-             "minipar.compare`; DIR is new")
-    add("--network", nargs=2, type=float, metavar=("ALPHA", "BETA"),
-        help="with --clock cpu or model: what a message costs: ALPHA seconds and BETA seconds "
-             "per byte (default: 0.0 0.0)")
-    add("--save", metavar="DIR",
-        help="write checkpoints into DIR, at the end and with --save-every on the way; the last "
-             "two are kept")
-    add("--save-every", type=int, metavar="K",
-        help="with --save DIR: write a checkpoint every K steps")
-    add("--resume", metavar="DIR",
-        help="continue from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in the "
-             "layout given here; model, data, optimizer, seed, dtype and steps are the "
-             "checkpoint's unless given; auto: from --save DIR, if it has one")
-    add("--export", metavar="DIR",
-        help="write the trained model as a directory of Hugging Face; DIR is new, empty, or an "
-             "earlier export")
-    add("--export-dtype", type=dtype_name, choices=CHOICES["--export-dtype"],
-        help="with --export DIR: of --export (default: that of --dtype)")
+        help="start from a model directory of Hugging Face or of --export")
+    add("--recompute", default="none", choices=("none", "full"),
+        help="run layers' forward again in backward [none]")
+    add("--dropout", type=float, default=0.0,
+        help="of gpt2, without tp and cp [0]")
+    add = parser.add_argument_group("data").add_argument
+    add("--data",
+        help="a text, whose bytes are tokens, or nanoGPT's .bin [Python's library]")
+    add("--order", default="random", choices=("random", "sequential"),
+        help="where samples begin [random]")
+    add("--global-batch", type=count, default=32, metavar="N",
+        help="samples of a step, over all replicas [32]")
+    add("--microbatches", type=count, metavar="N",
+        help="per replica and step [1]")
+    add("--eval-every", type=count, metavar="N",
+        help="every N steps: the loss on the text's end, which is left out")
+    add = parser.add_argument_group("optimizer (AdamW)").add_argument
+    add("--steps", type=count, default=300,
+        help="[300]")
+    add("--lr", type=float, default=1e-3,
+        help="learning rate after warm-up [0.001]")
+    add("--lr-schedule", default="constant", choices=("constant", "cosine"),
+        help="cosine: down to a tenth [constant]")
+    add("--warmup-steps", type=int, default=0, metavar="N",
+        help="steps of a linear rise [0]")
+    add("--betas", type=float, nargs=2, default=[0.9, 0.999],
+        help="of the two means [0.9 0.999]")
+    add("--weight-decay", type=float, default=0.01, metavar="X",
+        help="of matrices [0.01]")
+    add("--clip-grad", type=float, default=0.0, metavar="NORM",
+        help="largest norm of the gradient; 0: any [0]")
+    add = parser.add_argument_group("run").add_argument
+    add("--seed", type=int, default=0,
+        help="of weights, samples and dropout [0]")
+    add("--dtype", type=dtype_name, default="float32",
+        help="fp64, fp32, bf16, fp16, or NumPy's name [fp32]")
+    add("--device", default="cpu", choices=("cpu", "cuda"),
+        help="NumPy or CuPy [cpu]")
+    add("--reduction", default="ring", choices=("ring", "ordered", "tree"),
+        help="order of sums over ranks [ring]")
+    add("--metrics",
+        help="a file: a line of JSON for each step")
+    add("--trace",
+        help="a file: what every rank did when, for Perfetto and minipar visualize")
+    add("--clock", default="wall", choices=("wall", "cpu", "model"),
+        help="time in the trace [wall]")
+    add("--network", type=float, nargs=2,
+        help="with --clock cpu or model: seconds per message and per byte")
+    add("--memory",
+        help="a file: every rank's bytes by kind, for minipar visualize")
+    add("--record",
+        help="a new directory: gradients and updates of each step, for minipar compare")
+    add("--save",
+        help="a directory for checkpoints: at the end, and at SIGTERM and Ctrl-C")
+    add("--save-every", type=count, metavar="N",
+        help="and every N steps")
+    add("--resume",
+        help="a directory of --save: go on from its newest checkpoint, in any layout")
+    add("--export",
+        help="a directory of Hugging Face for the model")
     add("--verify", action="store_true",
-        help="compute each step on one device too and compare loss, norm, gradients and updates; "
-             "exit 1 if they differ")
+        help="train on one device too, compare, and exit with 1 if they differ")
+    return parser
+
+
+# fmt: on
+
+
+def parse(argv: Sequence[str], ranks: int = 1, prints: bool = True) -> Namespace:
+    """Return the flags of a run on so many ranks, with dp, the sizes and `shape`, the model's config, filled in.
+
+    UsageError for flags that contradict one another, the model or the number of ranks.
+    """
+    parser = make_parser(prints)
+    args = parser.parse_args(argv)
+    if args.resume is not None:
+        saved = read_run(args.resume)["flags"]
+        parser.set_defaults(**{name: saved[name] for name in KEPT if name in saved})
+        args = parser.parse_args(argv)
+        # The run may save newer ones, and `--verify` too starts from this one.
+        args.resume = str(newest(args.resume))
+    args.shape = shape_of(args)
+    for name, size in SIZES.items():
+        setattr(args, name, getattr(args.shape, size))
+    args.dp = mesh_shape(ranks, "mpirun", args.dp, args.tp, args.pp, args.cp)["dp"]
+    if args.reduction == "tree":
+        check_tree(args)
+    if args.microbatches is None:
+        args.microbatches = 1
+    check(args)
+    return args
+
+
+def shape_of(args: Namespace) -> TransformerConfig:
+    """Return the model's shape. UsageError for sizes that do not fit each other, or a directory's config.json."""
+    directory = args.init_from or args.model
+    if directory not in MODELS:
+        shape = load_config(directory)
+        for name, size in SIZES.items():
+            given = getattr(args, name)
+            stored = getattr(shape, size)
+            if given not in (None, stored):
+                raise UsageError(f"{name} = {given}, but {directory} has {stored}")
+        return shape
+    hidden, heads = args.hidden or 128, args.heads or 4
+    sizes = (args.layers or 2, heads)
+    try:
+        if args.model == "gpt2":
+            return GPTConfig(args.vocab_size or 256, args.seq_len, hidden, *sizes)
+        ffn = -(-8 * hidden // 192) * 64  # 8/3 of hidden, up to a multiple of 64
+        kind = LlamaConfig if args.model == "llama" else MixtralConfig
+        return kind(args.vocab_size or 256, hidden, ffn, *sizes, heads, args.seq_len)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def check(args: Namespace) -> None:
+    """Raise UsageError for a run that would be silently wrong; the strategies refuse what they cannot share out."""
+    dp = args.dp
+    tp = args.tp
+    cp = args.cp
+    m = args.microbatches
+    if args.global_batch % (dp * m):
+        equation = f"dp*microbatches = {dp}*{m} = {dp * m}"
+        raise UsageError(f"global-batch {args.global_batch} is not divisible by {equation}")
+    positions = args.shape.n_positions
+    if args.seq_len > positions:
+        raise UsageError(f"seq-len {args.seq_len} is longer than the model's {positions} positions")
+    check_shape(args.shape, tp, args.seq_len // cp if args.sequence_parallel else None)
+    schedule_of(args, args.pp)
+    if args.zero_replicas > 1 and (args.zero_stage == 0 or args.ep > 1 or dp % args.zero_replicas):
+        needs = f"--zero-stage 1, 2 or 3, --ep 1, and dp = {dp} as its multiple"
+        raise UsageError(f"--zero-replicas {args.zero_replicas} needs {needs}")
+    if args.sync_every_microbatch and (args.zero_stage < 2 or args.pp > 1):
+        needs = f"--zero-stage 2 or 3, not {args.zero_stage}, and no pipeline"
+        raise UsageError(f"--sync-every-microbatch needs {needs}")
+    if args.dropout and (args.shape.model_type != "gpt2" or tp > 1 or cp > 1):
+        given = f"not {args.model}, {tp} and {cp}"
+        raise UsageError(f"--dropout {args.dropout} is for gpt2 with tp = cp = 1, {given}")
+    if args.save_every and not args.save:
+        raise UsageError(f"--save-every {args.save_every} writes nothing without --save DIR")
+    if args.verify and args.dtype != "float64" and not is_exact(args):
+        why = "because ranks round otherwise than one device"
+        remedy = "give --dtype float64"
+        raise UsageError(f"--verify with --dtype {args.dtype} proves nothing, {why}: {remedy}")
+
+
+def is_exact(args: Namespace) -> bool:
+    """Return whether the ranks of this layout promise the bits of one device."""
+    if args.reduction == "tree":
+        return True
+    sums_in_order = args.zero_replicas == 1 and not args.sync_every_microbatch
+    return args.reduction == "ordered" and sums_in_order and args.tp == args.cp == args.ep == 1

@@ -6,12 +6,12 @@ import re
 import numpy as np
 import pytest
 from recorded import FACTS, MODEL, SERIAL, TEXT, times, write
-from training import config_for, trainer_for
+from training import config_for, ranks_of, trainer_for
 
 from minipar.comm import run_local
 from minipar.compare.differences import as_text, compare
-from minipar.record import Record, strips
-from minipar.train.recording import Recorder
+from minipar.compare.record import Record, strips
+from minipar.compare.recorder import Recorder
 
 LAYOUTS = [
     ("float64", "--dp 3 --zero-stage 2 --global-batch 6"),
@@ -22,14 +22,13 @@ LAYOUTS = [
 
 def record(directory, flags, dtype="float64"):
     """Train on threads and record in `directory`."""
-    config = config_for(f"{MODEL} {flags} --dtype {dtype}")
+    args = config_for(f"{MODEL} {flags} --dtype {dtype}")
 
     def rank(comm):
-        trainer = trainer_for(config, TEXT, comm)
-        Recorder(trainer, str(directory))
-        return list(trainer.train())
+        recorder = Recorder(trainer_for(args, TEXT, comm), str(directory))
+        return [recorder.step(step) for step in range(args.steps)]
 
-    return run_local(config.mesh.dp * config.mesh.tp * config.mesh.pp, rank)[0]
+    return run_local(ranks_of(args), rank)[0]
 
 
 @pytest.mark.parametrize(("dtype", "flags"), LAYOUTS)

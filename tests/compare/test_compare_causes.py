@@ -1,6 +1,6 @@
 """Mistakes without a constant factor are named by their cause, and other mistakes are not given that name.
 
-The loop is a user's own: plain arrays, a network of one hidden layer, and `minipar.record` on "rank 0".
+The loop is a user's own: plain arrays, a network of one hidden layer, and `minipar.compare.record` on "rank 0".
 """
 
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from minipar.compare.causes import CLIPPED, MEANS, OTHER
 from minipar.compare.differences import compare
-from minipar.record import Record
+from minipar.compare.record import Record
 
 LR, CLIP = 0.05, 0.3
 SHAPES = {"up.weight": (12, 30), "up.bias": (30,), "down.weight": (30, 7), "down.bias": (7,)}

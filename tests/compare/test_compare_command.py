@@ -1,19 +1,15 @@
 """`minipar.compare` ends with code 0, 1 or 2, refuses what is no record, and a training writes one."""
 
-import errno
 import json
 import os
 import shutil
 
 import numpy as np
 import pytest
-from launcher import run_each
-from recorded import MODEL, TEXT, times, write
-from training import config_for, trainer_for
+from launcher import run_mpi
+from recorded import MODEL, times, write
 
 from minipar.compare.differences import main
-from minipar.errors import UsageError
-from minipar.train.recording import Recorder
 
 
 def test_exit_codes_and_json(tmp_path, capsys):
@@ -80,30 +76,11 @@ def test_what_is_no_record_is_one_line_and_exit_code_2(name, tmp_path, capsys):
 
 
 def test_a_record_needs_a_new_directory(tmp_path):
-    (tmp_path / "x").touch()
-    flags = f"{MODEL} --record {tmp_path} --verify".replace("--steps 3", "--steps 1").split()
-    new = [str(tmp_path / "new") if word == str(tmp_path) else word for word in flags]
-    text = tmp_path / "text.bin"
+    text, new = tmp_path / "text.bin", tmp_path / "new"
     text.write_bytes((np.arange(1000) % 64).astype("<u2").tobytes())
-    given = [[*flags, "--data", str(tmp_path / "x")], [*new, "--data", str(text)], [*new, "--data", str(text)]]
-    refused, first, second = run_each(2, [["minipar.train", *words] for words in given])
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert first.returncode == 0 and f"{tmp_path}/new (--record)" in first.stdout, first.stderr
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["run.json", "step-0.npz"]
-    assert second.returncode == 2 and second.stderr.count("\n") == 1 and "--record" in second.stderr
-
-
-def test_a_record_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
-    config = config_for(f"{MODEL} --dp 1")
-    trainer = trainer_for(config, TEXT)
-    Recorder(trainer, str(tmp_path / "r"))
-    trainer.step(0)
-
-    def fill_the_disk(path, **arrays):
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(np, "savez", fill_the_disk)
-    with pytest.raises(UsageError, match="--record"):
-        trainer.step(1)
-    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["run.json", "step-0.npz"]
+    flags = f"{MODEL} --record {new} --data {text} --verify --dtype float64".replace("--steps 3", "--steps 1")
+    first, second = (run_mpi(2, ["-m", "minipar.train", *flags.split()]) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 2 and second.stdout == "" and second.stderr.count("\n") == 1
+    assert "--record" in second.stderr and str(new) in second.stderr
+    assert sorted(path.name for path in new.iterdir()) == ["run.json", "step-0.npz"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from minipar.compare.differences import compare
+from minipar.compare.record import Record
 from minipar.errors import UsageError
-from minipar.record import Record
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -1,4 +1,4 @@
-"""Trainers that make one mistake each, which `--verify` must see: {name: (flags, trainer, the step that shows it)}."""
+"""Trainers that make one mistake each, which `--verify` must see: {name: (flags, trainer, what shows it)}."""
 
 import math
 
@@ -7,6 +7,7 @@ import numpy as np
 from minipar.backend import xp
 from minipar.nn.optim import AdamW
 from minipar.parallel.placement import placement_of
+from minipar.train.data import Batches
 from minipar.train.trainer import Trainer
 
 # The parameter in which a mistake is made, by model: split by tp, in the middle of the model.
@@ -22,13 +23,13 @@ def is_chosen(parameter) -> bool:
     return placement_of(parameter).name in WHERE
 
 
-def overriding(method: str, function) -> type[Trainer]:
+def overriding(method: str, function, base: type[Trainer] = Trainer) -> type[Trainer]:
     """A trainer whose method is function(trainer, the right method, ...)."""
 
     def overridden(self, *args):
         return function(self, getattr(super(kind, self), method), *args)
 
-    kind = type("Mistaken", (Trainer,), {method: overridden})
+    kind = type("Mistaken", (base,), {method: overridden})
     return kind
 
 
@@ -46,14 +47,14 @@ def changing(function) -> type[Trainer]:
 def gradient_times(factor: float) -> type[Trainer]:
     """One parameter's gradient is multiplied by a factor, after the sum over ranks."""
 
-    def compute_gradient(self, right, step):
+    def gradient(self, right, step):
         loss = right(step)
         for p in self.ddp.parameters():
             if is_chosen(p):
                 p.grad *= factor
         return loss
 
-    return overriding("compute_gradient", compute_gradient)
+    return overriding("gradient", gradient)
 
 
 def forget_the_sum_over_tensor_ranks(trainer):
@@ -82,17 +83,19 @@ def count_positions_from_0(trainer):
     trainer.model.positions = lambda count: xp.arange(count)
 
 
-def take_another_sample(trainer):
+class LateSample(Batches):
     """The first sample of each step is that of the next step."""
-    right = trainer.batches.batch
 
-    def batch(step, samples):
-        inputs, targets = (np.array(ids) for ids in right(step, samples))
+    def batch(self, step, samples):
+        inputs, targets = super().batch(step, samples)
         if 0 in samples:
-            inputs[0], targets[0] = (ids[0] for ids in right(step + 1, samples))
+            later = super().batch(step + 1, [0])
+            inputs[0], targets[0] = later[0][0], later[1][0]
         return inputs, targets
 
-    trainer.batches.batch = batch
+
+def take_another_sample(trainer):
+    trainer.batches = LateSample(**vars(trainer.batches))
 
 
 def take_the_first_microbatch(self, right, replica, microbatch):
@@ -140,21 +143,22 @@ def decay_nothing(trainer):
 
 
 PIPELINE = "--pp 2 --microbatches 2"
+LOSS, NORM, NEXT = "the loss of step 1", "the gradient norm of step 1", "the loss of step 2"
 MISTAKES = {
-    "a gradient times 3": ("--dp 3 --global-batch 6", gradient_times(3.0), 1),
-    "a gradient times 1.01": ("--tp 2", gradient_times(1.01), 1),
-    "a gradient of another sign": ("--cp 2", gradient_times(-1.0), 1),
-    "a parameter that is never trained": ("--model mixtral --experts 4 --dp 2 --ep 2", gradient_times(0.0), 1),
-    "a partial sum left out": ("--tp 2 --sequence-parallel", changing(forget_the_sum_over_tensor_ranks), 1),
-    "a row bias added by every rank": ("--tp 2", changing(add_row_biases_on_every_rank), 1),
-    "a lost tied gradient": (PIPELINE, changing(lose_the_tied_gradient), 1),
-    "a tied weight not sent": (PIPELINE, changing(keep_the_tied_weight), 2),
-    "ZeRO without its gather": ("--dp 2 --zero-stage 1", changing(never_gather), 2),
-    "a microbatch taken twice": ("--dp 2 --microbatches 2", overriding("samples", take_the_first_microbatch), 1),
-    "positions from 0 on each rank": ("--cp 2", changing(count_positions_from_0), 1),
-    "a sample of the next step": (PIPELINE, changing(take_another_sample), 1),
-    "a norm that counts twice": ("--tp 2", overriding("_clip_grad_norm", count_a_parameter_twice), 1),
-    "a loss that is a tenth more": ("--cp 2", overriding("compute_gradient", report_a_tenth_more), 1),
-    "the moment of the last step": ("--dp 4 --zero-stage 3", changing(update_with_the_last_moment), 1),
-    "nothing decays": ("--dp 2 --zero-stage 2", changing(decay_nothing), 1),
+    "a gradient times 3": ("--dp 4", gradient_times(3.0), NORM),
+    "a gradient times 1.01": ("--tp 2", gradient_times(1.01), NORM),
+    "a gradient of another sign": ("--cp 2", gradient_times(-1.0), NEXT),
+    "a parameter that is never trained": ("--model mixtral --dp 2 --ep 2", gradient_times(0.0), NORM),
+    "a partial sum left out": ("--tp 2 --sequence-parallel", changing(forget_the_sum_over_tensor_ranks), NORM),
+    "a row bias added by every rank": ("--tp 2", changing(add_row_biases_on_every_rank), NORM),
+    "a lost tied gradient": (PIPELINE, changing(lose_the_tied_gradient), NORM),
+    "a tied weight not sent": (PIPELINE, changing(keep_the_tied_weight), NEXT),
+    "ZeRO without its gather": ("--dp 2 --zero-stage 1", changing(never_gather), NEXT),
+    "a microbatch counted twice": ("--dp 2 --microbatches 2", overriding("samples", take_the_first_microbatch), LOSS),
+    "positions from 0 on each rank": ("--cp 2", changing(count_positions_from_0), LOSS),
+    "a sample of the next step": (PIPELINE, changing(take_another_sample), LOSS),
+    "a norm that counts twice": ("--tp 2", overriding("clip_grad_norm", count_a_parameter_twice), NORM),
+    "a loss that is a tenth more": ("--cp 2", overriding("gradient", report_a_tenth_more), LOSS),
+    "the moment of the last step": ("--dp 4 --zero-stage 3", changing(update_with_the_last_moment), NEXT),
+    "nothing decays": ("--dp 2 --zero-stage 2", changing(decay_nothing), NEXT),
 }

@@ -4,11 +4,11 @@ import re
 
 import numpy as np
 
+from minipar.compare.record import Record
 from minipar.nn import GPT, GPTConfig
-from minipar.record import Record
 from minipar.train.data import Tokens
 
-TEXT = Tokens(np.random.Generator(np.random.Philox(5)).integers(0, 64, 2000).astype(np.uint8), "random text", 64)
+TEXT = Tokens(np.random.Generator(np.random.Philox(5)).integers(0, 64, 2000).astype(np.uint8), "random text")
 MODEL = "--layers 4 --hidden 32 --heads 4 --seq-len 8 --vocab-size 64 --global-batch 8 --steps 3 --lr 1e-2"
 SERIAL = GPT(GPTConfig(64, 8, 32, 4, 4), dtype="float64")
 FACTS = {"dtype": "float64", "dp": 3, "cp": 5, "tp": 4, "pp": 2, "microbatches": 8, "tokens": 512}

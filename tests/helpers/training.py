@@ -1,28 +1,35 @@
-"""Shared by tests that train: configurations from flags, a training on every rank, its bits; small models; mistakes."""
+"""Shared by tests that train: parsed flags, a training on every rank, its bits; small models; mistakes."""
 
+import hashlib
+import json
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
 
 import numpy as np
 
 import minipar.nn as nn
 from minipar import backend
 from minipar.autograd import Tensor, gelu, linear
-from minipar.backend import xp
+from minipar.backend import to_host, xp
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.nn import GPT, GPTConfig
+from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.parallelize import DataParallel
-from minipar.parallel.placement import Shard
-from minipar.train.checkpoint import Checkpoint
-from minipar.train.config import parse, resolve
+from minipar.parallel.placement import Shard, holders, placement_of
+from minipar.parallel.wrap import DataParallel
+from minipar.train import checkpoint, verify
 from minipar.train.data import Tokens
-from minipar.train.resume import check_checkpoint, find_checkpoint
-from minipar.train.settings import TrainConfig
+from minipar.train.flags import make_parser, parse, shape_of
+from minipar.train.scaled_trainer import ScaledTrainer
 from minipar.train.trainer import Trainer
-from minipar.train.verify import Verdict, Verifier, verify
+from minipar.train.tree_trainer import TreeTrainer
+from minipar.train.verify import Verdict
 
 
 @contextmanager
@@ -38,55 +45,130 @@ def using(module) -> Iterator[None]:
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 
-
-def config_for(flags: str, ranks: int | None = None) -> TrainConfig:
-    """Return the resolved configuration of a command line, on `ranks` ranks or as many as its mesh has."""
-    config = parse(flags.split())
-    mesh = config.mesh
-    return resolve(config, (mesh.dp or 1) * mesh.cp * mesh.tp * mesh.pp if ranks is None else ranks)
-
-
-def ranks_of(config: TrainConfig) -> int:
-    return config.mesh.dp * config.mesh.cp * config.mesh.tp * config.mesh.pp
-
-
-def open_checkpoint(config: TrainConfig, tokens: Tokens, comm) -> Checkpoint | None:
-    """Return the checkpoint that `--resume` names, with every file checked; None without the flag. Collective."""
-    checkpoint = find_checkpoint(config, comm)
-    if checkpoint is not None:
-        check_checkpoint(checkpoint, config, tokens, comm)
-    return checkpoint
+# Sizes that the program reads from a config.json. The command line of a test may have them too.
+SIZES = {
+    "--kv-heads": "num_key_value_heads",
+    "--ffn": "intermediate_size",
+    "--experts": "num_local_experts",
+    "--top-k": "num_experts_per_tok",
+    "--aux-loss": "router_aux_loss_coef",
+}
+FOLDER = TemporaryDirectory()  # of the config.json files
+WRITING = Lock()
 
 
-def trainer_for(config: TrainConfig, tokens: Tokens, comm=None, kind=Trainer) -> Trainer:
+def config_for(flags: str, ranks: int | None = None) -> Namespace:
+    """Return the parsed flags of a command line, on `ranks` ranks or as many as its mesh has.
+
+    Besides the program's flags it may have those of SIZES, and AdamW's `--eps`, which `trainer_for` takes.
+    """
+    words, sizes, eps = [], {}, 1e-8
+    given = iter(flags.split())
+    for word in given:
+        if word in SIZES:
+            sizes[SIZES[word]] = json.loads(next(given))
+        elif word == "--eps":
+            eps = float(next(given))
+        else:
+            words.append(word)
+    plain = make_parser(False).parse_args(words)
+    if ranks is None:
+        ranks = (plain.dp or 1) * plain.cp * plain.tp * plain.pp
+    if sizes:
+        words += ["--model", directory_of(shape_of(plain), **sizes)]
+    args = parse(words, ranks)
+    args.eps = eps
+    return args
+
+
+def directory_of(shape: TransformerConfig, **sizes) -> str:
+    """Return a directory whose config.json has this shape, with other sizes."""
+    content = shape.to_dict() | sizes | {"model_type": shape.model_type}
+    content["output_router_logits"] = "router_aux_loss_coef" in sizes
+    text = json.dumps(content, sort_keys=True)
+    folder = Path(FOLDER.name) / hashlib.sha256(text.encode()).hexdigest()[:16]
+    with WRITING:  # ranks are threads
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "config.json").write_text(text)
+    return str(folder)
+
+
+def ranks_of(args: Namespace) -> int:
+    return args.dp * args.cp * args.tp * args.pp
+
+
+def kind_of(args: Namespace) -> type[Trainer]:
+    """Return the class of trainer that the program takes."""
+    if args.reduction == "tree":
+        return TreeTrainer
+    return ScaledTrainer if args.dtype == "float16" else Trainer
+
+
+def trainer_for(args: Namespace, tokens: Tokens, comm=None, kind: type[Trainer] | None = None) -> Trainer:
     """Make this rank's trainer, from the checkpoint of `--resume` if there is one."""
-    comm = serial() if comm is None else comm
-    mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep", "etp")})
-    return kind(config, mesh, tokens, open_checkpoint(config, tokens, comm))
+    mesh = DeviceMesh(serial() if comm is None else comm, dp=args.dp, tp=args.tp, pp=args.pp, cp=args.cp, ep=args.ep)
+    trainer = (kind or kind_of(args))(args, mesh, tokens)
+    trainer.optimizer.eps = getattr(args, "eps", trainer.optimizer.eps)
+    if args.resume is not None:
+        checkpoint.resume(trainer, args.resume)
+    return trainer
 
 
-def on_each_rank(config: TrainConfig, tokens: Tokens, inspect: Callable, kind=Trainer) -> list:
+def one_device(args: Namespace, tokens: Tokens) -> Trainer:
+    """Make the trainer that computes on one device what the ranks of `args` compute."""
+    trainer = verify.one_device(args, tokens)
+    trainer.optimizer.eps = getattr(args, "eps", trainer.optimizer.eps)
+    return trainer
+
+
+def on_each_rank(args: Namespace, tokens: Tokens, inspect: Callable, kind: type[Trainer] | None = None) -> list:
     """Train on threads; return what `inspect(trainer, step results)` returns on each rank."""
 
     def rank(comm):
-        trainer = trainer_for(config, tokens, comm, kind)
+        trainer = trainer_for(args, tokens, comm, kind)
         return inspect(trainer, list(trainer.train()))
 
-    return run_local(ranks_of(config), rank)
+    return run_local(ranks_of(args), rank)
 
 
 def verified(trainer: Trainer) -> tuple[list, Verdict]:
-    """Train and verify each step; return the results of the steps, and the verdict."""
-    verifier, results = Verifier(trainer), []
-    for result in trainer.train():
-        verifier.check_step(result)
-        results.append(result)
-    return results, verifier.verdict()
+    """Train and verify; return the results of the steps, and the verdict."""
+    trainer.optimizer.eps = 1e-8  # as that of the device which `verify` makes
+    results = list(trainer.train())
+    return results, verify.verify(trainer, results)
 
 
-def verdicts(config: TrainConfig, tokens: Tokens, kind=Trainer) -> list:
-    """Train on threads and verify each step; return each rank's verdict."""
-    return run_local(ranks_of(config), lambda comm: verify(trainer_for(config, tokens, comm, kind)))
+def verdicts(args: Namespace, tokens: Tokens, kind: type[Trainer] | None = None) -> list:
+    """Train on threads and verify; return each rank's verdict."""
+    return run_local(ranks_of(args), lambda comm: verified(trainer_for(args, tokens, comm, kind))[1])
+
+
+def same_on_all_ranks(trainer: Trainer) -> bool:
+    """Return on every rank whether ranks that hold the same parameters hold the same bits, and of AdamW's means too."""
+    optimizer = trainer.optimizer
+    state = {}
+    for i, p in enumerate(optimizer.parameters):
+        state[p] = [p.data, optimizer.values()[i], optimizer.exp_avg[i], optimizer.exp_avg_sq[i]]
+    same = []
+    for comm, parameters in trainer.ddp.replicas():
+        same.append(same_over(comm, comm.size, [state.get(p, [p.data]) for p in parameters]))
+    tp = trainer.mesh.tp
+    for ranks in range(2, tp.size + 1):  # so many neighbours hold a parameter, or a head of keys and values
+        held = [arrays for p, arrays in state.items() if holders(placement_of(p).tp) == ranks]
+        same.append(same_over(tp, ranks, held))
+    return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if all(same) else b"no")
+
+
+def same_over(comm, neighbours: int, lists: list[list]) -> bool:
+    """Return whether so many neighbouring ranks of `comm`, with this one, have the same bits in these arrays."""
+    own = hashlib.sha256()
+    for arrays in lists:
+        for array in arrays:
+            own.update(to_host(array).tobytes())
+    digests = comm.all_gather_bytes(own.digest())
+    first = comm.rank - comm.rank % neighbours
+    return len(set(digests[first : first + neighbours])) == 1
 
 
 def bits(state: dict) -> dict[str, bytes]:
@@ -94,9 +176,9 @@ def bits(state: dict) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in state.items()}
 
 
-def trained(config: TrainConfig, tokens: Tokens) -> tuple[dict[str, bytes], list[tuple[float, float]]]:
+def trained(args: Namespace, tokens: Tokens) -> tuple[dict[str, bytes], list[tuple[float, float]]]:
     """Return the bits of every parameter and every loss and gradient norm, which are the same on all ranks."""
-    results = on_each_rank(config, tokens, lambda trainer, steps: (bits(trainer.state_dict()), reports(steps)))
+    results = on_each_rank(args, tokens, lambda trainer, steps: (bits(trainer.state_dict()), reports(steps)))
     assert all(steps == results[0][1] for _, steps in results)
     return results[0]
 
@@ -106,19 +188,19 @@ def reports(results) -> list[tuple[float, float]]:
     return [(result.loss, result.grad_norm) for result in results]
 
 
-def run_until(tokens: Tokens, config: TrainConfig, save_to=None, stop: int | None = None) -> tuple[dict, list]:
+def run_until(tokens: Tokens, args: Namespace, save_to=None, stop: int | None = None) -> tuple[dict, list]:
     """Train on threads. Return rank 0's state and reports; with `stop` the run ends, saved, after that step."""
 
     def rank(comm):
-        trainer, results = trainer_for(config, tokens, comm), []
+        trainer, results = trainer_for(args, tokens, comm), []
         for result in trainer.train():
             results.append(result)
             if stop == result.step + 1:
-                trainer.save(save_to, stop)
+                checkpoint.save(trainer, save_to, stop)
                 break
         return trainer.state_dict(), reports(results)
 
-    return run_local(ranks_of(config), rank)[0]
+    return run_local(ranks_of(args), rank)[0]
 
 
 # ---- models under a wrapper ------------------------------------------------------------------------------------------
@@ -261,6 +343,6 @@ class NeverGathersTheUpdate(Trainer):
 class OwnChunksNorm(Trainer):
     """The norm is that of what this replica holds: ranks then clip differently."""
 
-    def _clip_grad_norm(self, max_norm):
+    def clip_grad_norm(self, max_norm):
         mesh = self.mesh
         return clip_grad_norm(self.ddp.parameters(), max_norm, serial(), mesh.tp, mesh.pp)

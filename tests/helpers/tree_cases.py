@@ -35,5 +35,7 @@ def all_layouts() -> list[tuple[str, str]]:
                 flags += " --layers 8"
             if place % 5 == 0:
                 flags += " --recompute full"
+            if tp > 1:
+                flags += " --dropout 0"  # which tensor parallelism does not go with
             found.append((model, flags))
     return found

@@ -8,7 +8,6 @@ from training import MLP
 import minipar as mp
 from minipar.errors import UsageError
 from minipar.nn import SGD, AdamW, Linear, Module, Parameter, clip_grad_norm
-from minipar.nn.pretrained import load_config
 
 SIZES = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
 SHAPE = mp.GPTConfig(**SIZES)
@@ -201,11 +200,3 @@ STATES = {
 def test_a_state_that_a_model_does_not_have_is_refused(name):
     program, error, *values = STATES[name]
     refused(error, *values, by=program)
-
-
-@pytest.mark.parametrize("checkpoint", ["step-00000003/manifest.json", "manifest.json"])
-def test_a_checkpoint_is_no_model_to_start_from(checkpoint, tmp_path):
-    file = tmp_path / checkpoint
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("{}")
-    refused(UsageError, str(tmp_path), "--save", "--resume", by=lambda: load_config(tmp_path))

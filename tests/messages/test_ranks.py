@@ -12,7 +12,7 @@ from minipar.comm import DeviceMesh, run_local
 from minipar.comm.mesh import check_expert_mesh
 from minipar.errors import CommunicationError, UsageError
 from minipar.nn import SGD, AdamW, Linear, Module
-from minipar.parallel.parallelize import parallelize, shard
+from minipar.parallel.wrap import shard
 
 ROPE = (11, 16, 12, 2, 4, 2, 8)  # vocabulary, hidden, MLP, layers, heads, heads of keys, positions
 
@@ -56,7 +56,7 @@ def pipeline(mesh, names="ab", microbatches=2):
 DRAW = np.random.Generator(np.random.Philox(31)).standard_normal
 X, Y = DRAW((8, 4)), DRAW((8, 4))
 NAMES = {"DeviceMesh": DeviceMesh, "gpt": gpt, "mixtral": mixtral, "llama": llama, "MLP": MLP, "Stage": Stage}
-NAMES |= {"pipeline": pipeline, "parallelize": parallelize, "shard": shard, "Linear": Linear}
+NAMES |= {"pipeline": pipeline, "shard": shard, "Linear": Linear}
 NAMES |= {"AdamW": AdamW, "SGD": SGD, "ZeroOptimizer": mp.ZeroOptimizer, "X": X, "Y": Y}
 NAMES["tokens"], NAMES["targets"] = text(range(3), vocab=11)
 
@@ -203,7 +203,6 @@ def test_a_strategy_that_was_refused_has_split_nothing():
 PP = "mesh = DeviceMesh(world, pp=2);"
 ON_8 = "mesh = DeviceMesh(world, dp=2, tp=2, pp=2); model = pipeline(mesh);"
 PIPELINES = {
-    "no schedule": (2, "parallelize(gpt(), DeviceMesh(world, pp=2))", UsageError, "2", "schedule", "None"),
     "stages and ranks": (2, f"{PP} pipeline(mesh, 'abc')", UsageError, "1f1b", "3/2"),
     "samples and microbatches": (
         2, f"{PP} pipeline(mesh, microbatches=3)(np.zeros((2, 4)), np.zeros((2, 4)))", UsageError, "2", "3"),

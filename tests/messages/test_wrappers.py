@@ -9,7 +9,7 @@ import minipar as mp
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import SGD, AdamW, Linear, Module, clip_grad_norm
-from minipar.parallel.parallelize import shard
+from minipar.parallel.wrap import shard
 
 ALL, SHARDED = [0, 1, 2, 3], [1, 2, 3]
 SERIAL = None  # in the place of a stage: no wrapper

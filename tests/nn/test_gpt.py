@@ -1,17 +1,12 @@
-"""Claims about GPT: initial sizes, its tied head, the state that it takes, its parts, and the memory that it needs."""
+"""Claims about GPT: initial sizes, its tied head, the state that it takes, and its parts."""
 
-import os
-import tracemalloc
 from dataclasses import replace
-from decimal import Decimal
-from functools import partial
 
 import numpy as np
 import pytest
 
-from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig, LlamaConfig
-from minipar.nn.pretrained import load_pretrained, save_pretrained
+from minipar.nn import GPT, GPTConfig
+from minipar.train.pretrained import load_pretrained, save_pretrained
 
 SMALL = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)
 TOKENS = np.array([[1, 2, 3, 4, 5], [5, 0, 10, 0, 5]])
@@ -88,37 +83,3 @@ def test_every_layer_norm_has_the_configurations_epsilon(kind, tmp_path):
     expected = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + epsilon)
     for layer in [model.ln_f, *[block.ln_1 for block in model.h], *[block.ln_2 for block in model.h]]:
         np.testing.assert_allclose(layer(x).data, expected, rtol=1e-12)
-
-
-# ---- sizes that no machine has ---------------------------------------------------------------------------------------
-
-
-# 12 h^2 + 13 h parameters in a layer, 2 h in the last LayerNorm, and the two embeddings.
-@pytest.mark.parametrize(
-    ("sizes", "parameters"),
-    [({"vocab_size": 10**12}, (10**12 + 6) * 8 + 2 * 872 + 16), ({"n_layer": 10**9}, 17 * 8 + 10**9 * 872 + 16)],
-)
-def test_a_model_larger_than_memory_is_refused_with_its_bytes(sizes, parameters):
-    tracemalloc.start()
-    with pytest.raises(UsageError) as error:
-        GPT(replace(SMALL, **sizes), dtype="float64")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 10**6
-    for number in (parameters, 8 * parameters):
-        assert f"{Decimal(number):.6g}" in str(error.value)
-
-
-@pytest.mark.parametrize("config", [SMALL, LlamaConfig(11, 8, 12, 2, 4, 2, 6)])
-def test_a_model_may_have_as_many_parameters_as_memory(config, monkeypatch, tmp_path):
-    held = sum(p.size for p in config.build().parameters())
-    save_pretrained(config.build(), tmp_path)
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 8, "SC_PHYS_PAGES": held}.get)
-    config.check_memory(16, shares=2)
-    config.build(dtype="float64")
-    load_pretrained(tmp_path, dtype="float64")
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 8, "SC_PHYS_PAGES": held - 1}.get)
-    for call in (config.build, partial(load_pretrained, tmp_path)):
-        with pytest.raises(UsageError, match=f" {Decimal(held):.6g} "):
-            call(dtype="float64")
-        call(dtype="float64", deferred=True)  # its values may be spread over many machines

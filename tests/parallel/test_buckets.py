@@ -12,9 +12,9 @@ from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.groups import Group, by_size, by_unit, number_units
 from minipar.parallel.hybrid import CastingComm
-from minipar.parallel.parallelize import fully_shard, shard
 from minipar.parallel.placement import attach_placements
 from minipar.parallel.shards import Chunk
+from minipar.parallel.wrap import fully_shard, shard
 
 # ---- which parameters travel together --------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from training import MLP, bits, gradient_of, gradient_on_one_device, small_gpt, 
 import minipar.nn as nn
 from minipar.comm import run_local
 from minipar.nn import SGD, AdamW, Parameter
-from minipar.parallel.parallelize import shard
+from minipar.parallel.wrap import shard
 
 STAGES = [0, 1, 2, 3]
 STEPS = 3

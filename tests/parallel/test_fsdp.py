@@ -12,7 +12,7 @@ from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, enter
 from minipar.nn import AdamW
 from minipar.parallel.fsdp import FullyShardedDataParallel
-from minipar.parallel.parallelize import shard
+from minipar.parallel.wrap import shard
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
 # Six blocks of 2,197 elements; embedding and head, with few tokens, are smaller than a block: 13 * (17 + 8 + 2) = 351.

@@ -16,7 +16,7 @@ from minipar.parallel.state import local_part
 from minipar.train.data import Tokens
 
 SHAPE = "--layers 4 --hidden 12 --heads 4 --seq-len 8 --vocab-size 11 --dtype float64 --global-batch 12"
-TEXT = Tokens(np.arange(100, dtype=np.uint8) % 11, "0 to 10", 11)
+TEXT = Tokens(np.arange(100, dtype=np.uint8) % 11, "0 to 10")
 LAYOUTS = [
     "--dp 3",
     "--tp 4",
@@ -29,7 +29,8 @@ LAYOUTS = [
 def gradient():
     """A gradient of the serial model by name."""
     random = np.random.Generator(np.random.Philox(9))
-    return {name: random.standard_normal(shape) for name, shape in trainer_for(config_for(SHAPE), TEXT).shapes.items()}
+    model = trainer_for(config_for(SHAPE), TEXT).model
+    return {name: random.standard_normal(p.shape) for name, p in model.named_parameters()}
 
 
 GRADIENT = gradient()

@@ -1,27 +1,24 @@
 """Claims about hybrid sharding: its bits are one device's in nested order; its bytes and memory are the formulas."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import training
+from summing_orders import in_the_order_of
 from training import MLP, bits, reports, small_gpt, trainer_for
 
 from chapters.support.whole_runs import relative_difference
+from minipar.bench.layouts import step_layout
 from minipar.comm import Network, run_local, start_trace, wire_bytes
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import AdamW, GPTConfig
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.memory import MIXED, OF_DTYPE, elements_placed, model_state
-from minipar.parallel.parallelize import fully_shard, shard
 from minipar.parallel.traffic import dp_bytes, replica_bytes
-from minipar.train.checkpoint import Checkpoint, checksum
+from minipar.parallel.wrap import fully_shard, shard
 from minipar.train.data import load_tokens
-from minipar.train.from_config import step_layout
-from minipar.train.one_device import OneDevice, train_on_one_device
-from minipar.train.resume import same_sums
 
 # Buckets of 3,497 = 13*269 elements and 2,197 = 13^3, which no number of ranks divides.
 SHAPE = "--layers 1 --hidden 13 --heads 1 --seq-len 11 --dtype float64 --weight-decay 0.1 --steps 3 --clip-grad 0.5"
@@ -38,8 +35,9 @@ def train(ranks, flags):
 
 
 def one_device(ranks, flags):
-    state, results = train_on_one_device(config_for(ranks, flags), TOKENS)
-    return bits(state), reports(results)
+    trainer = in_the_order_of(config_for(ranks, flags), TOKENS)
+    results = list(trainer.train())
+    return bits(trainer.state_dict()), reports(results)
 
 
 # ---- bits ------------------------------------------------------------------------------------------------------------
@@ -71,7 +69,7 @@ def test_in_a_ring_all_stages_train_the_same_bits(ranks, replicas):
 @pytest.mark.parametrize("reduction", ["ring", "ordered"])
 def test_after_a_step_it_is_plain_data_parallelism_to_1e_12(reduction):
     """The gradients of the first step: AdamW would divide each by its own size."""
-    plain = OneDevice(config_for(6, ""), TOKENS)
+    plain = training.one_device(config_for(6, ""), TOKENS)
     plain.step(0)
     expected = plain.state_dict(gradients=True)
     flags = f"--reduction {reduction} --zero-stage 3 --zero-replicas 3"
@@ -124,7 +122,7 @@ def test_a_script_shards_within_replicas_with_one_argument(make):
 # Every chunk of a chunk is whole: blocks of 12 h^2 + 13 h = 7,224 elements, 624 at the ends.
 EVEN = "--layers 4 --hidden 24 --heads 8 --seq-len 8 --vocab-size 16 --dtype float32"
 PSI = 4 * 7224 + 624
-TEXT = training.Tokens(np.arange(500, dtype=np.uint8) % 16, "a text", 16)
+TEXT = training.Tokens(np.arange(500, dtype=np.uint8) % 16, "a text")
 
 
 def counted(ranks, flags):
@@ -239,14 +237,3 @@ def test_the_sum_over_replicas_hides_behind_backward(ranks):
 def test_replicas_that_do_not_fit_are_refused(stage, replicas, value):
     with pytest.raises((UsageError, ValueError, CommunicationError), match=value):
         run_local(4, lambda comm: shard(MLP(), comm, stage, replicas=replicas))
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_run_resumed_with_other_replicas_promises_no_bits(replicas, tmp_path):
-    """One device cannot repeat a run whose steps added in two orders."""
-    config = config_for(4, "--zero-stage 3 --zero-replicas 2")
-    training.on_each_rank(config, TOKENS, lambda trainer, _: trainer.save(tmp_path, 3))
-    manifest = json.loads((tmp_path / "step-00000003" / "manifest.json").read_text())
-    manifest["history"][0]["flags"]["--zero-replicas"] = replicas
-    text = json.dumps(manifest | {"checksum": checksum(manifest)}).encode()
-    assert same_sums(Checkpoint(tmp_path / "step-00000003", text), config) == (replicas == 2)

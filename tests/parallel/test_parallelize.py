@@ -1,67 +1,62 @@
-"""Claims about the function that applies all strategies: without arguments it is plain data parallelism."""
-
-from functools import partial
+"""Claims about the function that applies all strategies of a run's flags to a serial model."""
 
 import numpy as np
 import pytest
-from training import gradient_of, small_gpt, text
+from training import config_for, gradient_of, text
 
 from minipar.comm import DeviceMesh, run_local, serial
-from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.groups import by_unit
-from minipar.parallel.parallelize import parallelize
 from minipar.parallel.pipeline.stage import segment_groups
 from minipar.parallel.placement import Partial
+from minipar.train.parallelize import parallelize
+
+SHAPE = "--layers 3 --hidden 12 --heads 2 --seq-len 8 --vocab-size 16 --dtype float64 --global-batch 2"
 
 
-def test_without_arguments_it_is_plain_data_parallelism():
+def made(flags, comm):
+    """Return a model of these flags, and its strategies on the ranks of `comm`."""
+    args = config_for(f"{SHAPE} {flags}")
+    model = args.shape.build(dtype=args.dtype)
+    return model, parallelize(model, DeviceMesh(comm, dp=args.dp, tp=args.tp), args)
+
+
+def test_without_other_flags_it_is_plain_data_parallelism():
     def rank(comm):
-        model = small_gpt()
-        made = parallelize(model, DeviceMesh(comm, dp=2))
-        assert type(made.ddp) is DistributedDataParallel and made.ddp.algorithm == "ring"
-        assert made.tensor is None and made.pipeline is None
-        return len(made.ddp.buckets), len(by_unit(model)), len(segment_groups(model))
+        model, (ddp, _, tensor, pipeline, executor) = made("--dp 2", comm)
+        assert type(ddp) is DistributedDataParallel and ddp.algorithm == "ring"
+        assert tensor is None and pipeline is None and list(executor.stages) == [0]
+        return len(ddp.buckets), len(by_unit(model)), len(segment_groups(model))
 
     assert run_local(2, rank) == [(4, 4, 5)] * 2
 
 
-def test_units_may_be_segments_as_in_a_pipeline():
+def test_one_device_of_a_pipelines_run_has_segments_as_units():
     """The norm is then summed in the pipeline's order: the head's norm is a unit of its own."""
-    model = small_gpt()
-    made = parallelize(model, DeviceMesh(serial()), segments_as_units=True)
-    assert [list(bucket.parameters) for bucket in reversed(made.ddp.buckets)] == segment_groups(model)
+    args = config_for(f"{SHAPE} --pp 2")
+    model = args.shape.build(dtype=args.dtype)
+    ddp, *_ = parallelize(model, DeviceMesh(serial()), args)
+    assert [list(bucket.parameters) for bucket in reversed(ddp.buckets)] == segment_groups(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence": True}])
-def test_tp_ranks_share_tokens_only_where_they_are_asked_to(options):
+@pytest.mark.parametrize("flag", ["", "--sequence-parallel"])
+def test_tp_ranks_share_tokens_only_where_they_are_asked_to(flag):
     def rank(comm):
-        model = GPT(GPTConfig(vocab_size=17, n_positions=8, n_embd=12, n_layer=1, n_head=2))
-        made = parallelize(model, DeviceMesh(comm, tp=2), **options)
-        return any(isinstance(p.placement.tp, Partial) for p in made.ddp.parameters())
+        _, (ddp, *_) = made(f"--tp 2 {flag}", comm)
+        return any(isinstance(p.placement.tp, Partial) for p in ddp.parameters())
 
-    assert run_local(2, rank) == [bool(options)] * 2
+    assert run_local(2, rank) == [bool(flag)] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_of_a_ranks_own_tokens_are_summed_as_trees(stage):
     """A script may apply the strategies by itself, without the trainer, which adds up the microbatches as a tree."""
 
-    def rank(reduction, comm):
-        model = GPT(GPTConfig(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2), dtype="float64")
-        mesh = DeviceMesh(comm, tp=2)
-        options = {"zero_stage": stage, "sequence": True, "length": 8}
-        ddp = parallelize(model, mesh, reduction=reduction, **options).ddp
+    def rank(comm, reduction):
+        _, (ddp, *_) = made(f"--tp 2 --sequence-parallel --zero-stage {stage} --reduction {reduction}", comm)
         ddp.loss(*text([0, 1], vocab=16)).backward()
         return gradient_of(ddp)
 
-    ring, tree = [run_local(2, partial(rank, reduction))[0] for reduction in ("ring", "tree")]
+    ring, tree = [run_local(2, rank, reduction)[0] for reduction in ("ring", "tree")]
     for name, gradient in ring.items():
         np.testing.assert_allclose(tree[name], gradient, rtol=1e-12, atol=1e-15, err_msg=name)
-
-
-def test_sums_as_trees_need_the_length_of_the_sequences():
-    """Each leaf has as many of a sequence's tokens."""
-    with pytest.raises(UsageError, match="length = 0"):
-        parallelize(small_gpt(), DeviceMesh(serial()), reduction="tree")

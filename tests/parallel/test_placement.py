@@ -6,12 +6,12 @@ from combinations import TEXT, VOCAB
 from training import MLP, config_for, trainer_for
 
 import minipar as mp
+from minipar.bench.layouts import step_layout
 from minipar.comm import run_local
 from minipar.nn import AdamW, Linear
-from minipar.parallel.parallelize import shard
 from minipar.parallel.placement import BucketSlice, Shard, elements_of, holders, is_first_holder, terms
 from minipar.parallel.tensor.plan import tensor_placement
-from minipar.train.from_config import step_layout
+from minipar.parallel.wrap import shard
 
 RANDOM = np.random.Generator(np.random.Philox(41))
 
@@ -154,7 +154,6 @@ LAYOUTS = {
     "--dp 2 --cp 2 --tp 2 --zero-stage 2": 8,
     "--dp 4 --zero-stage 3 --zero-replicas 2": 4,
     f"{EXPERTS} --dp 2 --tp 2 --pp 2 --ep 2 --microbatches 2 --zero-stage 3": 8,
-    f"{EXPERTS} --dp 2 --tp 4 --ep 4 --etp 2 --sequence-parallel --zero-stage 1": 8,
 }
 
 

@@ -8,13 +8,13 @@ import pytest
 from training import MLP, config_for, ranks_of, small_gpt, trainer_for
 
 from minipar.comm import run_local
-from minipar.parallel.parallelize import shard
 from minipar.parallel.placement import elements_of
 from minipar.parallel.state import Piece, gather_state, owned_pieces
+from minipar.parallel.wrap import shard
 from minipar.train.data import Tokens
 
 SHAPE = "--layers 4 --hidden 12 --heads 4 --seq-len 8 --vocab-size 11 --dtype float64 --global-batch 12"
-TEXT = Tokens(np.arange(100, dtype=np.uint8) % 11, "0 to 10", 11)
+TEXT = Tokens(np.arange(100, dtype=np.uint8) % 11, "0 to 10")
 LAYOUTS = [
     ("--dp 2 --tp 2 --pp 2 --microbatches 2", 0),
     ("--dp 2 --tp 2 --pp 2 --microbatches 2", 3),
@@ -33,7 +33,8 @@ def on_ranks(layout, stage, inspect):
 
 @pytest.mark.parametrize(("layout", "stage"), LAYOUTS)
 def test_the_ranks_own_each_element_of_each_parameter_once(layout, stage):
-    serial = trainer_for(config_for(SHAPE), TEXT)
+    serial = trainer_for(config_for(SHAPE), TEXT).model
+    shapes = {name: p.shape for name, p in serial.named_parameters()}
 
     def own(trainer):
         return [
@@ -49,11 +50,11 @@ def test_the_ranks_own_each_element_of_each_parameter_once(layout, stage):
             rank, shape = piece.cut.rank, placement.tp.local_shape(shape)
         held = counts[piece.name].setdefault(rank, np.zeros(int(np.prod(shape)), int))
         held[piece.start : piece.stop] += 1
-    assert set(counts) == set(serial.shapes)
+    assert set(counts) == set(shapes)
     for name, parts in counts.items():
         assert sorted(parts) == list(range(len(parts))), name
         assert all((held == 1).all() for held in parts.values()), name
-        assert sum(held.size for held in parts.values()) >= int(np.prod(serial.shapes[name]))
+        assert sum(held.size for held in parts.values()) >= int(np.prod(shapes[name]))
 
 
 @pytest.mark.parametrize(("layout", "stage"), LAYOUTS)

@@ -13,13 +13,14 @@ from combinations import TEXT, VOCAB
 from tensor_cases import HIDDEN, LAYERS, SHAPES
 from training import ranks_of, trainer_for
 
+from minipar.bench.layouts import step_layout
 from minipar.comm import run_local, wire_bytes
 from minipar.nn import GPTConfig, LlamaConfig
-from minipar.nn.pretrained import save_pretrained
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.traffic import bucket_elements, end_gathers, pp_bytes, predicted_traffic, tp_bytes
-from minipar.train.from_config import make_model, step_layout
+from minipar.train.pretrained import save_pretrained
+from minipar.train.trainer import make_model
 
 AXES = ("dp", "cp", "tp", "pp")
 SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB}"
@@ -81,9 +82,8 @@ def test_a_model_with_more_positions_than_the_sequence(tmp_path):
     save_pretrained(model, tmp_path)
     flags = f"--tp 2 --pp 2 --sequence-parallel --zero-stage 3 --microbatches 2 --init-from {tmp_path}"
     config = training.config_for(f"--seq-len 8 {flags}", 8)
-    shape = replace(config.model, layers=5, hidden=20, heads=4, vocab_size=VOCAB)
-    config = replace(config, model=shape)
-    assert counted(config) == [predicted_traffic(step_layout(config, model.config), rank) for rank in range(8)]
+    assert config.shape.n_positions == 20
+    assert counted(config) == [predicted_traffic(step_layout(config), rank) for rank in range(8)]
 
 
 # ---- tensor parallelism, written out ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import minipar as mp
 from minipar.comm import run_local
 from minipar.nn import SGD, AdamW, Linear, Module, Parameter
 from minipar.nn.module import Segment
-from minipar.parallel.parallelize import shard
+from minipar.parallel.wrap import shard
 
 STAGES = [0, 1, 2, 3]
 

@@ -5,6 +5,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import training
+from summing_orders import in_the_order_of
 from training import (
     NeverGathersTheUpdate,
     NothingDecays,
@@ -22,10 +23,9 @@ from training import (
 from minipar.comm import DeviceMesh, run_local, serial, wire_bytes
 from minipar.nn import SGD
 from minipar.parallel.fsdp import FullyShardedDataParallel
-from minipar.parallel.parallelize import shard
+from minipar.parallel.wrap import shard
 from minipar.parallel.zero_optimizer import ZeroOptimizer
 from minipar.train.data import load_tokens
-from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
 
 # Buckets of 3,497 = 13*269 elements (embedding and head) and 2,197 = 13^3 (a block): no number of ranks divides one.
@@ -48,8 +48,9 @@ def verdicts(size, flags, kind=Trainer):
 
 @lru_cache(maxsize=1)
 def one_device(size, flags):
-    state, results = train_on_one_device(config_for(size, flags), TOKENS)
-    return bits(state), reports(results)
+    trainer = in_the_order_of(config_for(size, flags), TOKENS)
+    results = list(trainer.train())
+    return bits(trainer.state_dict()), reports(results)
 
 
 def own_samples(model, rank, scale=1.0):
@@ -121,10 +122,10 @@ def test_prefetching_and_deferred_values_change_no_bit():
 
 def closed_forms(trainer, microbatches=1, syncs=1):
     """Return what a step sends, from the sizes of the buckets alone: {op: bytes} of this rank."""
-    comm, stage, reduction = trainer.mesh.dp, trainer.config.mesh.zero_stage, trainer.ddp.algorithm
+    comm, stage, reduction = trainer.mesh.dp, trainer.args.zero_stage, trainer.ddp.algorithm
 
     def over_buckets(op, algorithm):
-        itemsize = np.dtype(trainer.config.run.dtype).itemsize
+        itemsize = np.dtype(trainer.args.dtype).itemsize
         return sum(wire_bytes(op, algorithm, b.size, itemsize, comm.size, comm.rank) for b in trainer.ddp.buckets)
 
     scalar = wire_bytes("all_reduce", "ordered", 1, 8, comm.size, comm.rank)
@@ -174,7 +175,7 @@ def test_ranks_that_divide_every_bucket_send_2_2_2_and_3_psi(stage, size, hidden
     for sent, _, trainer in bytes_of_a_step(size, f"--hidden {hidden} --heads 2 --zero-stage {stage}"):
         assert all(bucket.size % size == 0 for bucket in trainer.ddp.buckets)
         scalars = (1 if stage == 0 else 2) * wire_bytes("all_reduce", "ordered", 1, 8, size, trainer.mesh.dp.rank)
-        psi, volume = trainer.size, (2, 2, 2, 3)[stage]
+        psi, volume = sum(trainer.sizes.values()), (2, 2, 2, 3)[stage]
         assert (sum(sent.values()) - scalars) * size == volume * psi * (size - 1) * 8
 
 

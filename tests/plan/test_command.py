@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from planning import layout, tables
 
+from minipar.bench.layouts import shape_of, stages_of
 from minipar.errors import UsageError
 from minipar.plan.__main__ import main
 from minipar.plan.cluster import GPUS, Cluster
@@ -20,7 +21,7 @@ from minipar.plan.model import MODELS
 from minipar.plan.programs import PROGRAMS, find_gpu, find_program
 from minipar.plan.search import plan
 from minipar.plan.space import SearchSpace
-from minipar.train.config import parse, resolve, schedule_of
+from minipar.train.flags import parse
 from visualize.__main__ import main as visualize
 
 SMALL = {"model": "gpt2", "gpus": "16", "gpu": "h100", "global_batch": "64", "seq_len": "1024", "precision": "bf16"}
@@ -76,10 +77,10 @@ def test_the_last_line_trains_the_fastest_plan(answer):
     text, path = answer
     (line,) = re.findall(r"^  (mpirun -n .*)$", text, re.MULTILINE)
     words = shlex.split(line)
-    config = resolve(parse(words[6:]), int(words[2]))
+    args = parse(words[6:], int(words[2]))
     best = json.loads(path.read_text())["plans"][0]
-    assert [getattr(config.mesh, axis) for axis in ("dp", "tp", "pp")] == [best[axis] for axis in ("dp", "tp", "pp")]
-    assert (config.data.global_batch, config.model.seq_len, config.model.hidden) == (64, 1024, 768)
+    assert [getattr(args, axis) for axis in ("dp", "tp", "pp")] == [best[axis] for axis in ("dp", "tp", "pp")]
+    assert (args.global_batch, args.seq_len, args.hidden) == (64, 1024, 768)
 
 
 def test_the_picture_is_drawn_from_the_file(answer, tmp_path, capsys):
@@ -97,27 +98,43 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize(("name", "gpus", "batch", "length", "attention", "precision", "fixed"), QUESTIONS)
-def test_a_plans_command_line_is_its_layout(name, gpus, batch, length, attention, precision, fixed):
+def test_a_plans_command_line_is_its_layout(name, gpus, batch, length, attention, precision, fixed, tmp_path):
     space = SearchSpace(attention=attention, precision=PRECISIONS[precision], **fixed)
-    for found in plan(MODELS[name], Cluster(GPUS["h200"], gpus), batch, length, space, top=8).plans:
-        one = found.layout
-        words = shlex.split(train_command(name, MODELS[name], one, length))
-        config = resolve(parse(words[6:]), int(words[2]))
-        mesh = config.mesh
-        assert int(words[2]) == gpus == mesh.dp * mesh.cp * mesh.tp * mesh.pp
-        assert (mesh.dp, mesh.cp, mesh.tp, mesh.pp, mesh.ep) == (*one.mesh, one.ep)
-        assert (mesh.zero_stage, mesh.sequence_parallel) == (one.zero, one.sequence_parallel)
-        assert one.cp == 1 or (mesh.context_parallel, mesh.cp_order) == (one.context_parallel, one.cp_order)
-        assert (config.data.global_batch, config.data.microbatches) == (batch, one.microbatches)
-        assert config.run.recompute == ("full" if one.recompute == "full" else "none")
-        assert config.run.gradients == ("float16" if precision == "fp16" else "float32")
-        assert one.pp == 1 or len(schedule_of(config).home) == one.pp * one.stages_per_rank
+    model = MODELS[name]
+    plans = plan(model, Cluster(GPUS["h200"], gpus), batch, length, space, top=8).plans
+    runs = [found.layout for found in plans if found.layout.expert_tp == found.layout.tp]
+    assert len(runs) > 3
+    for one in runs:
+        line, *described = train_command(name, model, one, length).split("\n")
+        words = shlex.split(line)
+        for text in described:
+            file, content = text.split(": ", 1)
+            assert file == "DIR/config.json"
+            (tmp_path / "config.json").write_text(content)
+            words[words.index("DIR")] = str(tmp_path)
+        args = parse(words[6:], int(words[2]))
+        assert shape_of(args) == replace(model, kv_heads=model.groups, ffn=model.inner)
+        assert int(words[2]) == gpus == args.dp * args.cp * args.tp * args.pp
+        assert (args.dp, args.cp, args.tp, args.pp, args.ep) == (*one.mesh, one.ep)
+        assert (args.zero_stage, args.sequence_parallel) == (one.zero, one.sequence_parallel)
+        assert one.cp == 1 or args.context_parallel == one.context_parallel
+        assert (args.global_batch, args.microbatches) == (batch, one.microbatches)
+        assert args.recompute == ("full" if one.recompute == "full" else "none")
+        assert args.dtype == ("float16" if precision == "fp16" else "bfloat16")
+        assert one.pp == 1 or stages_of(args) == one.pp * one.stages_per_rank
 
 
-def test_a_layout_that_training_lacks_says_so():
-    odd = replace(MODELS["llama-7b"], ffn=11009)
-    with pytest.raises(UsageError, match="11009/16"):
-        train_command("llama-7b", odd, layout(tp=16), 64)
+@pytest.mark.parametrize(
+    ("name", "change", "one", "words"),
+    [
+        ("llama-7b", {"ffn": 11009}, {"tp": 16}, "11009/16"),
+        ("llama-7b", {}, {"cp": 2, "cp_order": "contiguous"}, "contiguous"),
+        ("mixtral-8x7b", {}, {"tp": 2, "etp": 1, "sequence_parallel": True}, "etp 1"),
+    ],
+)
+def test_a_layout_that_training_lacks_says_so(name, change, one, words):
+    with pytest.raises(UsageError, match=words):
+        train_command(name, replace(MODELS[name], **change), layout(**one), 64)
 
 
 def test_a_users_own_gpu_and_program(tmp_path):

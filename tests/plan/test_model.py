@@ -6,8 +6,8 @@ import pytest
 
 from minipar.errors import UsageError
 from minipar.nn import GPTConfig, LlamaConfig, MixtralConfig
-from minipar.nn.pretrained import save_pretrained
 from minipar.plan.model import MODELS, ModelShape, find_model, utilization
+from minipar.train.pretrained import save_pretrained
 
 # Narayanan et al. 2021 (arXiv 2104.04473), table 1: heads, and parameters as printed (billions).
 TABLE_1 = {

@@ -7,7 +7,7 @@ import pytest
 from planning import layout
 from training import config_for, ranks_of, trainer_for
 
-from minipar.bench.layouts import RECORDED, framework_of, layout_of, modelled_step, shape_of
+from minipar.bench.layouts import RECORDED, framework_of, layout_of, modelled_step, shape_of, step_layout
 from minipar.bench.pipeline import random_tokens
 from minipar.comm import run_local
 from minipar.memory import MemoryLedger
@@ -15,8 +15,6 @@ from minipar.parallel.memory import elements_placed
 from minipar.plan.cluster import AlphaBeta, model_clock_cluster
 from minipar.plan.rank_bytes import memory, rank_parameters, volume
 from minipar.plan.step_time import step_time
-from minipar.train.config import parse
-from minipar.train.from_config import step_layout
 
 # ---- bytes and memory ------------------------------------------------------------------------------------------------
 
@@ -29,7 +27,7 @@ RUNS = [
     "--dp 2 --tp 2 --pp 2 --zero-stage 1 --microbatches 4",
     "--cp 4",
     "--cp 2 --seq-len 256 --global-batch 2",  # the program's attention keeps no scores
-    "--cp 4 --context-parallel all-gather --cp-order contiguous",
+    "--cp 4 --context-parallel all-gather",
     "--dp 2 --cp 2 --tp 2 --context-parallel ulysses",
     "--dp 2 --cp 2 --zero-stage 3 --microbatches 2",
     "--cp 2 --pp 2 --recompute full --zero-stage 2 --microbatches 2",
@@ -38,19 +36,19 @@ RUNS = [
     f"--dp 2 --cp 2 --ep 4 --zero-stage 3 --microbatches 2 {EXPERTS}",
     f"--dp 2 --tp 2 --ep 2 --sequence-parallel --zero-stage 1 {EXPERTS}",
     f"--dp 2 --pp 2 --ep 2 --microbatches 2 --recompute full --zero-stage 2 {EXPERTS}",
-    f"--tp 4 --etp 2 --ep 2 --sequence-parallel --microbatches 2 {EXPERTS}",
+    f"--dp 2 --tp 2 --ep 2 --sequence-parallel --microbatches 2 {EXPERTS}",
 ]
 
 
 @cache
 def measured(flags):
     """Return each rank's bytes by axis in a step, and the most bytes that the ledger of any rank shows."""
-    config = config_for(f"{SHAPE} {flags}")
+    args = config_for(f"{SHAPE} {flags}")
 
     def rank(comm):
         ledger = MemoryLedger()
         with ledger.recording():
-            trainer = trainer_for(config, random_tokens(config), comm)
+            trainer = trainer_for(args, random_tokens(args), comm)
             comm.traffic.reset()
             trainer.step(0)
             sent = {axis: comm.traffic.bytes(axis=axis) for axis in ("dp", "cp", "tp", "ep")}
@@ -58,14 +56,14 @@ def measured(flags):
                 trainer.step(step)
         return sent, ledger.peak
 
-    sent, peaks = zip(*run_local(ranks_of(config), rank), strict=True)
+    sent, peaks = zip(*run_local(ranks_of(args), rank), strict=True)
     return sent, max(peaks)
 
 
 def planned(flags):
     """Return (model, layout, length, framework) of a run."""
-    config = config_for(f"{SHAPE} {flags}")
-    return shape_of(config), layout_of(config), config.model.seq_len, framework_of(config)
+    args = config_for(f"{SHAPE} {flags}")
+    return shape_of(args), layout_of(args), args.seq_len, framework_of(args)
 
 
 @pytest.mark.parametrize("flags", RUNS)
@@ -89,7 +87,7 @@ def test_gradients_travel_over_dp_and_cp_together(zero):
     assert predicted == volume(model, alone, length, framework).dp
 
 
-CUT = "--dp 4 --tp 2 --ep 2 --etp 1 --sequence-parallel"
+CUT = "--dp 4 --tp 2 --ep 2 --sequence-parallel"
 
 
 @pytest.mark.parametrize(("mesh", "zero"), [("--dp 4 --ep 2", 0), ("--dp 2 --cp 2 --ep 2", 2), (CUT, 1), (CUT, 3)])
@@ -99,22 +97,15 @@ def test_experts_are_summed_over_the_ranks_that_hold_them(mesh, zero):
     The formula gathers the ends 2m times at stage 3. A run gathers them m times: they are not tied.
     """
     flags = f"{EXPERTS} {mesh} --zero-stage {zero} --microbatches 2"
-    config = config_for(f"{SHAPE} {flags}")
-    counted = Fraction(sum(rank["dp"] for rank in measured(flags)[0]), ranks_of(config))
-    ends = 2 * (2 * 64 * 64 // config.mesh.tp + 64) * 4 * Fraction(3, 4) if zero == 3 else 0
+    args = config_for(f"{SHAPE} {flags}")
+    counted = Fraction(sum(rank["dp"] for rank in measured(flags)[0]), ranks_of(args))
+    ends = 2 * (2 * 64 * 64 // args.tp + 64) * 4 * Fraction(3, 4) if zero == 3 else 0
     assert counted == volume(*planned(flags)).dp - ends + 2 * (2 * 8 * Fraction(3, 4))
     # What a rank holds and updates is what the program places there.
-    psi, own = elements_placed(step_layout(config).placements(), rank=0)
+    psi, own = elements_placed(step_layout(args).placements(), rank=0)
     held = memory(*planned(flags))
     assert rank_parameters(*planned(flags)[:2]) == psi
     assert held.optimizer == 8 * (own if zero else psi) and held.parameters == 4 * (own if zero == 3 else psi)
-
-
-@pytest.mark.parametrize("etp", [1, 2])
-def test_whole_experts_save_what_a_run_counts_over_tp(etp):
-    whole, cut = (f"{EXPERTS} --tp 4 --sequence-parallel --ep {4 // cuts} --etp {cuts}" for cuts in (etp, 4))
-    saved = sum(rank["tp"] for rank in measured(cut)[0]) - sum(rank["tp"] for rank in measured(whole)[0])
-    assert saved == 4 * (volume(*planned(cut)).tp - volume(*planned(whole)).tp) > 0
 
 
 # ---- seconds on the `model` clock ------------------------------------------------------------------------------------
@@ -137,8 +128,7 @@ STEPS = [  # bound, FLOP/s, flags; the faster a rank computes, the more of a ste
     (3e-2, 1e10, f"{GPT} --dp 2 --pp 4 --zero-stage 3"),
     (3e-4, 3e11, f"{TIMED} --cp 8"),
     (3e-4, 3e11, f"{TIMED} --cp 4 --context-parallel all-gather"),
-    (3e-4, 1e10, f"{TIMED} --cp 4 --context-parallel ulysses --cp-order contiguous"),
-    (3e-2, 3e11, f"{TIMED} --cp 4 --cp-order contiguous"),  # the planner lets each rank work like the busiest one
+    (3e-4, 1e10, f"{TIMED} --cp 4 --context-parallel ulysses"),
     (3e-2, 3e11, f"{TIMED} --cp 8 --model llama --kv-heads 2 --ffn 64"),  # its head has a bucket of its own
     (3e-4, 3e11, f"{TIMED} --dp 2 --cp 2 --tp 2 --zero-stage 1 --sequence-parallel"),
     (2e-2, 1e9, f"{ROUTED} --dp 4 --ep 4"),
@@ -150,11 +140,11 @@ STEPS = [  # bound, FLOP/s, flags; the faster a rank computes, the more of a ste
 
 def compared(flops, flags, per_host=8):
     """Return the seconds of one step of the program on a modelled cluster, measured and predicted."""
-    parsed = parse(flags.split())
-    config = config_for(f"{flags} --global-batch {(parsed.mesh.dp or 1) * parsed.data.microbatches}")
-    cluster = model_clock_cluster(ranks_of(config), flops, INSIDE, BETWEEN, min(per_host, ranks_of(config)))
-    predicted = step_time(shape_of(config), layout_of(config), cluster, config.model.seq_len)
-    return modelled_step(config, cluster), predicted.total
+    args = config_for(f"{flags} --global-batch 512")
+    args.global_batch = args.dp * args.microbatches
+    cluster = model_clock_cluster(ranks_of(args), flops, INSIDE, BETWEEN, min(per_host, ranks_of(args)))
+    predicted = step_time(shape_of(args), layout_of(args), cluster, args.seq_len)
+    return modelled_step(args, cluster), predicted.total
 
 
 @pytest.mark.parametrize(("bound", "flops", "flags"), STEPS)

@@ -4,10 +4,10 @@ import pytest
 import two_hosts
 from launcher import run_mpi
 
+from minipar.bench.layouts import step_layout
 from minipar.comm import wire_bytes
 from minipar.parallel.traffic import replica_bytes
-from minipar.train.config import parse, resolve
-from minipar.train.from_config import step_layout
+from minipar.train.flags import parse
 from visualize import mesh_traffic, read_trace
 
 SMALL = "--layers 2 --hidden 64 --heads 4 --seq-len 32 --steps 3 --dtype float64".split()
@@ -60,7 +60,7 @@ def test_hybrid_sharding_sends_sums_of_shards_over_the_cable(tmp_path):
     """Stage 3 of two microbatches: parameters are gathered inside each host; the chunks' gradients cross once."""
     flags = "--zero-stage 3 --zero-replicas 2 --microbatches 2"
     links, _ = train(tmp_path, 2, flags)
-    layout = step_layout(resolve(parse([*SMALL, *flags.split()]), 4))
+    layout = step_layout(parse([*SMALL, *flags.split()], 4))
     losses = 3 * 2 * 8  # of each step: those of host b's ranks, to rank 0, and the sum back to each of them
     for host in (0, 1):
         crossing = sum(count for (_, s, d), (_, count) in links.items() if s // 2 == host != d // 2)

@@ -5,20 +5,15 @@ parameter after the next step are compared, relative to the array's largest elem
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from launcher import run_mpi
-from reference.torch_checkpoint import MiniparReader
-from torch.distributed.checkpoint import CheckpointException
 from training import config_for, on_each_rank
 
 from chapters.support.whole_runs import relative_difference
-from minipar.train.checkpoint import KINDS, MANIFEST
+from minipar.train.checkpoint import save
 from minipar.train.data import Batches, Tokens
 
 VOCAB, LENGTH, HIDDEN, BATCH, SAVED = 65, 8, 20, 8, 3  # ranks share the vocabulary unequally
@@ -26,7 +21,7 @@ SHAPE = f"--layers 2 --hidden {HIDDEN} --heads 4 --vocab-size {VOCAB}"
 CHECKPOINT = f"step-{SAVED:08d}"
 # A keys' bias has no gradient but rounding, which AdamW divides by eps: see tests/helpers/tensor_cases.py.
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5, "clip": 0.25}
-TEXT = Tokens(np.random.Generator(np.random.Philox(43)).integers(0, VOCAB, 500).astype(np.uint8), "random text", VOCAB)
+TEXT = Tokens(np.random.Generator(np.random.Philox(43)).integers(0, VOCAB, 500).astype(np.uint8), "random text")
 LAYOUTS = {
     "1-rank": "",
     "stage-0": "--dp 2 --tp 2 --pp 2 --microbatches 2",
@@ -35,8 +30,6 @@ LAYOUTS = {
     "stage-3": "--dp 2 --tp 2 --pp 2 --microbatches 2 --zero-stage 3",
     "tp-4": "--dp 2 --tp 4 --zero-stage 3",
 }
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in `load`, which has one process
 
 
 def train(flags, steps):
@@ -48,8 +41,8 @@ def train(flags, steps):
     )
 
     def last(trainer, results):
-        if config.run.save:
-            trainer.save(config.run.save, steps)
+        if config.save:
+            save(trainer, config.save, steps)
         return {"loss": results[-1].loss, "norm": results[-1].grad_norm} | trainer.state_dict()
 
     return on_each_rank(config, TEXT, last)[0]
@@ -67,7 +60,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def in_torch(folder):
     """The folder, after torch's two processes have taken their steps of every case."""
-    batches = Batches(TEXT, seq_len=LENGTH, global_batch=BATCH, order="sequential", seed=0)
+    batches = Batches(TEXT, LENGTH, BATCH, "sequential", seed=0)
     resumed, first = (batches.batch(step, range(BATCH)) for step in (SAVED, 0))
     np.savez(folder / "batches.npz", resumed=resumed, written=first)
     job = {"settings": SETTINGS, "checkpoint": CHECKPOINT, "cases": list(LAYOUTS)}
@@ -96,49 +89,3 @@ def test_fsdp2_takes_the_next_step_of_a_checkpoint(layout, in_torch):
 def test_minipar_starts_from_what_fsdp2_has_written(layout, in_torch):
     ours = train(f"--init-from {in_torch / layout / 'written'} {LAYOUTS[layout]}", 1)
     assert differences(ours, in_torch / f"{layout}.npz", "written") == {}
-
-
-# ---- the reader by itself --------------------------------------------------------------------------------------------
-
-
-def load(directory, shapes):
-    """Load a checkpoint in this process, into whole tensors of these shapes."""
-    kinds = {name: {kind: torch.empty(shape).double() for kind in KINDS} for name, shape in shapes.items()}
-    state = {
-        "model": {name: tensors.pop("parameter") for name, tensors in kinds.items()},
-        "optimizer": {name: {"step": torch.zeros(())} | means for name, means in kinds.items()},
-    }
-    dcp.load(state, storage_reader=MiniparReader(directory, prefix=""), no_dist=True)
-    return state
-
-
-def flip_a_byte(file):
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
-def edit(**changes):
-    """Return what changes these entries of a manifest."""
-    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        ("rank-00005.safetensors", flip_a_byte, "rank-00005.safetensors: its SHA-256 is not"),
-        ("rank-00005.safetensors", Path.unlink, "No such file .*rank-00005.safetensors"),
-        (MANIFEST, edit(step=4), "manifest.json: its checksum does not fit"),
-        (MANIFEST, edit(format="pt"), "manifest.json: not the manifest of a checkpoint of minipar"),
-    ],
-)
-def test_a_damaged_or_foreign_checkpoint_is_refused(name, damage, message, folder, tmp_path):
-    directory = shutil.copytree(folder / "stage-3" / CHECKPOINT, tmp_path / "copy")
-    damage(directory / name)
-    with pytest.raises(CheckpointException, match=message):
-        load(directory, {"ln_f.weight": (HIDDEN,)})
-
-
-def test_a_model_of_another_shape_is_refused(folder):
-    with pytest.raises(CheckpointException, match="Size mismatch"):
-        load(folder / "stage-3" / CHECKPOINT, {"ln_f.weight": (HIDDEN + 1,)})

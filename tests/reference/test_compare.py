@@ -1,4 +1,4 @@
-"""A torch loop writes the records of `minipar.compare` with the lines of minipar/record.py, copied, and nothing else.
+"""A torch loop writes the records of `minipar.compare` with a copy of minipar/compare/record.py, and nothing else.
 
 Its record equals that of minipar on one rank and on several. Then mistakes are planted in the loop, and `compare` names
 the parameters and the factor of each.
@@ -16,12 +16,12 @@ from transformers import GPT2LMHeadModel
 
 from minipar.compare.differences import as_text, compare
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import save_pretrained
+from minipar.train.pretrained import save_pretrained
 
 SEQ_LEN, BATCH, MICROBATCHES, STEPS, LR = 16, 12, 3, 3, 3e-3
 CONFIG = GPTConfig(vocab_size=64, n_positions=SEQ_LEN, n_embd=32, n_layer=2, n_head=4)
 FLAGS = f"--seq-len {SEQ_LEN} --global-batch {BATCH} --steps {STEPS} --lr {LR} --order sequential --dtype float64"
-LINES = (ROOT / "minipar" / "record.py").read_text()
+LINES = (ROOT / "minipar" / "compare" / "record.py").read_text()
 
 
 @pytest.fixture(scope="module")

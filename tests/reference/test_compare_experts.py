@@ -1,7 +1,7 @@
 """Mistakes with experts, rotary positions and other precision, planted in a torch loop of Mixtral.
 
-Both records are torch's, written with minipar/record.py; A's loop is right. The names in brackets are the threads in
-which somebody reported such a mistake.
+Both records are torch's, written with minipar/compare/record.py; A's loop is right. The names in brackets are the
+threads in which somebody reported such a mistake.
 """
 
 import re
@@ -12,7 +12,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from minipar.compare.differences import as_text, compare
-from minipar.record import Record
+from minipar.compare.record import Record
 
 VOCAB, LENGTH, BATCH, STEPS, LR = 32, 8, 8, 2, 1e-2
 FACTS = {"dtype": "float32", "dp": 4, "tp": 2, "tokens": BATCH * LENGTH}

@@ -21,15 +21,15 @@ from training import config_for, on_each_rank
 
 from chapters.support.whole_runs import relative_difference
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import save_pretrained
 from minipar.parallel.state import gather_state
 from minipar.train.data import Batches, Tokens
+from minipar.train.pretrained import save_pretrained
 from minipar.train.trainer import Trainer
 
 VOCAB, LENGTH, HIDDEN, HEADS, BATCH, STEPS = 64, 8, 32, 4, 8, 3
 # A keys' bias has no gradient but rounding, which AdamW divides by eps: see tests/helpers/tensor_cases.py.
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5, "clip": 0.25}
-TEXT = Tokens(np.random.Generator(np.random.Philox(41)).integers(0, VOCAB, 500).astype(np.uint8), "random text", VOCAB)
+TEXT = Tokens(np.random.Generator(np.random.Philox(41)).integers(0, VOCAB, 500).astype(np.uint8), "random text")
 DEADLINE = 400  # seconds, for all cases together
 
 
@@ -76,10 +76,10 @@ class Recording(Trainer):
         self.gradients: list[dict] = []
         self.states: list[dict] = []
 
-    def _clip_grad_norm(self, max_norm):
+    def clip_grad_norm(self, max_norm):
         parameters = self.ddp.parameters()
         self.gradients.append(gather_state(self.model, parameters, self.mesh.world, [p.grad for p in parameters]))
-        return super()._clip_grad_norm(max_norm)
+        return super().clip_grad_norm(max_norm)
 
     def step(self, step):
         result = super().step(step)
@@ -135,7 +135,7 @@ def torch_folder(request, start, tmp_path_factory):
     wanted = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
     cases = [{"name": case.name} | asdict(case) for case in CASES if case in wanted]
     (folder / "job.json").write_text(json.dumps({"settings": SETTINGS, "cases": cases}))
-    batches = Batches(TEXT, seq_len=LENGTH, global_batch=BATCH, order="sequential", seed=0)
+    batches = Batches(TEXT, LENGTH, BATCH, "sequential", seed=0)
     inputs, targets = zip(*(batches.batch(step, range(BATCH)) for step in range(STEPS)), strict=True)
     np.savez(folder / "batches.npz", inputs=inputs, targets=targets)
     for weights in start.glob("*.npz"):

@@ -10,7 +10,7 @@ from transformers.models.mixtral import modeling_mixtral
 
 from minipar.autograd import packed
 from minipar.nn import GPTConfig, LlamaConfig, MixtralConfig
-from minipar.nn.pretrained import load_pretrained
+from minipar.train.pretrained import load_pretrained
 
 VOCAB, LENGTH = 31, 20
 RANDOM = np.random.Generator(np.random.Philox(19))

@@ -9,7 +9,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from minipar.autograd import Tensor
 from minipar.nn import GPT, AdamW, GPTConfig, Parameter
-from minipar.nn.pretrained import save_pretrained
+from minipar.train.pretrained import save_pretrained
 
 KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUNDINGS = 16  # of a relative 2^-8 or 2^-11, on the scale of an array's largest element

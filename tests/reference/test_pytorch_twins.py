@@ -33,8 +33,8 @@ from minipar.parallel.token_order import ContextParallel
 from minipar.plan.layout import MEGATRON, Layout
 from minipar.plan.model import find_model
 from minipar.plan.rank_bytes import layer_activations, memory
-from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
+from minipar.train.flags import parse
 
 TWINS = Path(__file__).parents[2] / "chapters" / "pytorch"
 DEADLINE = 400  # seconds of one twin; most of them go into importing torch
@@ -365,9 +365,9 @@ def test_ch13_precision_rounds_and_skips_alike():
         return comm.all_reduce(np.random.default_rng([13, comm.rank]).normal(size=1001).astype(np.float32).astype(bf16))
 
     def overflow(comm):
-        config = resolve(parse(f"{MODEL} --steps 3 --dp 2 --dtype fp16 --global-batch 2".split(), comm.rank), 2)
-        trainer = OverflowingTrainer(config, DeviceMesh(comm, dp=2), load_tokens(None, vocab_size=256, seq_len=32))
-        return [trainer.optimizer.steps for _ in trainer.train()], trainer.scaler.scale
+        args = parse(f"{MODEL} --steps 3 --dtype fp16 --global-batch 2".split(), 2)
+        trainer = OverflowingTrainer(args, DeviceMesh(comm, dp=2), load_tokens(None, 256, 32))
+        return [trainer.optimizer.steps for _ in trainer.train()], trainer.scale.factor
 
     weight, master = np.ones(1, bf16), np.ones(1, np.float32)
     for _ in range(24):

@@ -13,15 +13,15 @@ from launcher import run_mpi
 from transformers import GPT2LMHeadModel
 
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import save_pretrained
+from minipar.train.pretrained import save_pretrained
 
 SEQ_LEN, BATCH, STEPS, LR = 16, 12, 20, 3e-3
 CONFIG = GPTConfig(vocab_size=300, n_positions=SEQ_LEN, n_embd=32, n_layer=2, n_head=4)
 VARIANTS = {
     "plain": ("", {}),
     "schedule, decay, clipping": (
-        "--weight-decay 0.1 --clip-grad 0.8 --warmup-steps 4 --lr-schedule cosine --betas 0.9 0.95 --eps 1e-6",
-        {"weight_decay": 0.1, "clip": 0.8, "warmup": 4, "cosine": True, "betas": (0.9, 0.95), "eps": 1e-6},
+        "--weight-decay 0.1 --clip-grad 0.8 --warmup-steps 4 --lr-schedule cosine --betas 0.9 0.95",
+        {"weight_decay": 0.1, "clip": 0.8, "warmup": 4, "cosine": True, "betas": (0.9, 0.95)},
     ),
 }
 
@@ -36,13 +36,13 @@ def start(tmp_path_factory):
     return folder
 
 
-def torch_losses(start, *, weight_decay=0.01, clip=None, warmup=0, cosine=False, betas=(0.9, 0.999), eps=1e-8):
+def torch_losses(start, *, weight_decay=0.01, clip=None, warmup=0, cosine=False, betas=(0.9, 0.999)):
     model = GPT2LMHeadModel.from_pretrained(start / "gpt2", dtype=torch.float64)
     model.eval()  # GPT-2's configuration here has dropout; the training below has none
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=betas, eps=eps)
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=betas, eps=1e-8)
     tokens = np.fromfile(start / "tokens.bin", "<u2").astype(np.int64)
     losses, norms = [], []
     for step in range(STEPS):

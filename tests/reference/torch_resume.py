@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from mpi4py import MPI
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch_checkpoint import MiniparReader, read_manifest
+from torch_checkpoint import load, read_run
 from torch_ranks import LIMIT, accumulate, whole
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -46,15 +45,13 @@ def step(model, optimizer, mesh, batch, settings):
 
 def resume(checkpoint, mesh, batches, settings):
     """Load a checkpoint, take both steps and return their results; collective. Writes the directory `written`."""
-    sizes = read_manifest(checkpoint / "manifest.json")["model"]
+    sizes = read_run(checkpoint)["flags"]["shape"]
     model = GPT2LMHeadModel(GPT2Config(**sizes, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)).double()
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = adamw(model, settings)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state["state"]}
-    dcp.load(state, storage_reader=MiniparReader(checkpoint))
+    load(model, optimizer, checkpoint)
     resumed = step(model, optimizer, mesh, batches["resumed"], settings)
     complete = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:  # the others have got nothing

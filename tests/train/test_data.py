@@ -1,6 +1,7 @@
-"""Claims about the data: sample i of step s is the same in any layout; a file that cannot be used is one clear line."""
+"""Claims about the data: which tokens a step's samples have, and what a file must be.
 
-import os
+test_trainer.py and plain_loop.py have the formulas of both orders.
+"""
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from minipar.train.data import Batches, Tokens, load_tokens
 
 def batches(tokens, *, seq_len=5, global_batch=4, order="random", seed=0) -> Batches:
     if not isinstance(tokens, Tokens):
-        tokens = Tokens(np.asarray(tokens, np.uint16), "made up", 2**16)
-    return Batches(tokens, seq_len=seq_len, global_batch=global_batch, order=order, seed=seed)
+        tokens = Tokens(np.asarray(tokens, np.uint16), "made up")
+    return Batches(tokens, seq_len, global_batch, order, seed)
 
 
 @pytest.fixture
@@ -29,40 +30,6 @@ def write(tmp_path):
 
 
 # ---- which tokens ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [6, 7, 41, 1000])
-def test_sequential_is_the_published_formula(n):
-    tokens = np.arange(n) * 3 % 1009
-    B, T = 4, 5
-    source = batches(tokens, order="sequential", seq_len=T, global_batch=B)
-    for s in range(60):
-        inputs, targets = source.batch(s, range(B))
-        for i in range(B):
-            for k in range(T):
-                position = ((s * B + i) * T + k) % (n - 1)
-                assert (inputs[i, k], targets[i, k]) == (tokens[position], tokens[position + 1])
-
-
-@pytest.mark.parametrize("order", ["random", "sequential"])
-def test_a_sample_does_not_depend_on_the_ranks(order):
-    source = batches(np.arange(1000), order=order, global_batch=12)
-    whole_inputs, whole_targets = source.batch(3, range(12))
-    for ranks in (1, 2, 3, 4, 6, 12):
-        share = 12 // ranks
-        parts = [source.batch(3, range(r * share, (r + 1) * share)) for r in range(ranks)]
-        np.testing.assert_array_equal(np.concatenate([inputs for inputs, _ in parts]), whole_inputs)
-        np.testing.assert_array_equal(np.concatenate([targets for _, targets in parts]), whole_targets)
-    inputs, _ = source.batch(3, np.array([7, 2]))
-    np.testing.assert_array_equal(inputs, whole_inputs[[7, 2]])
-
-
-def test_a_target_is_the_next_token_of_the_text():
-    source = batches(np.arange(1000), seq_len=9, global_batch=64)
-    inputs, targets = source.batch(0, range(64))
-    assert inputs.dtype == targets.dtype == np.int64 and inputs.shape == targets.shape == (64, 9)
-    np.testing.assert_array_equal(inputs, inputs[:, :1] + np.arange(9))
-    np.testing.assert_array_equal(targets, inputs + 1)
 
 
 def test_random_starts_reach_both_ends_and_are_spread_evenly():
@@ -97,7 +64,7 @@ def test_the_standard_library_is_the_same_text_each_time():
     tokens = load_tokens(None, vocab_size=256, seq_len=64)
     again = load_tokens(None, vocab_size=256, seq_len=64)
     assert tokens.fingerprint() == again.fingerprint() and np.array_equal(tokens.ids, again.ids)
-    assert 10**6 < len(tokens.ids) <= data.STDLIB_BYTES
+    assert 10**6 < len(tokens.ids) <= data.LIBRARY_BYTES
     text = tokens.ids.tobytes()
     assert b"\ndef " in text and b"\nimport " in text
 
@@ -112,11 +79,10 @@ def test_a_text_file_is_its_bytes_and_a_bin_file_its_uint16(write):
     assert inputs.tolist() == [[1, 50256, 3, 70]] and targets.tolist() == [[50256, 3, 70, 7]]
 
 
-@pytest.mark.parametrize("size", [2_000, 20_000])
+@pytest.mark.parametrize("size", [2_000, 200_000])
 @pytest.mark.parametrize("name", ["a", "a.bin"])
-def test_the_fingerprint_sees_another_text(name, size, write, monkeypatch):
-    """A long text's digest has its length and 64 pieces of 1 KiB, evenly spaced: the price of milliseconds."""
-    monkeypatch.setattr(data, "STDLIB_BYTES", 10_000)
+def test_the_fingerprint_sees_another_text(name, size, write):
+    """Only the length and 64 pieces of 1 KiB, evenly spaced, are read: the price of milliseconds."""
     text = np.random.Generator(np.random.Philox(1)).integers(0, 256, size, np.uint8)
 
     def fingerprint(content):
@@ -124,7 +90,7 @@ def test_the_fingerprint_sees_another_text(name, size, write, monkeypatch):
 
     same = fingerprint(text)
     assert fingerprint(text) == same
-    for place in (0, size // 2, size - 1025):
+    for place in (0, size - 2):
         other = text.copy()
         other[place] ^= 1
         assert fingerprint(other) != same
@@ -144,64 +110,30 @@ def test_a_file_that_cannot_be_used_is_refused(write, tmp_path):
     assert "text.txt" in refused(write(b""))
     assert "5 + 1 = 6" in refused(write(b"abcde"), seq_len=5)
     assert load_tokens(write(b"abcdef"), vocab_size=256, seq_len=5)
-    assert "7 bytes" in refused(write(b"1234567", "odd.bin"))
+    assert "odd.bin" in refused(write(b"1234567", "odd.bin"))
 
 
-def test_a_file_cut_off_while_it_is_read_is_an_error(write):
-    """Reading what is gone would end the process with SIGBUS, without a word."""
-    path = write(bytes(100_000))
-    tokens = load_tokens(path, vocab_size=256, seq_len=4)
-    os.truncate(path, 5000)
-    with pytest.raises(UsageError, match=f"{path} .*100,000.*5,000"):
-        tokens.read(np.array([90_000]))
-
-
-@pytest.mark.parametrize("flag", ["--data", "--eval-data"])
-def test_ranks_that_read_different_texts_are_refused(flag, tmp_path):
+def test_ranks_that_read_different_texts_are_refused(tmp_path):
     """The file has the same length and the same name, as a copy of a file that is stale on one host."""
     text = bytes(range(200))
     for rank in range(3):
         (tmp_path / f"{rank}").mkdir()
         (tmp_path / f"{rank}" / "text").write_bytes(text[:77] + bytes([9 if rank == 2 else 77]) + text[78:])
-        (tmp_path / f"{rank}" / "other").write_bytes(text)
 
     def rank(comm, last):
-        folder = tmp_path / str(min(comm.rank, last))
-        flags = f"--seq-len 8 --global-batch 12 --eval-every 1 {flag} {folder}/text"
-        flags += f" {'--eval-data' if flag == '--data' else '--data'} {folder}/other"
-        return program.prepare(config_for(flags, comm.size), None, comm)
+        flags = f"--seq-len 8 --global-batch 12 --data {tmp_path}/{min(comm.rank, last)}/text"
+        return program.make_trainer(config_for(flags, comm.size), comm)
 
     assert len(run_local(3, rank, 1)) == 3
-    with pytest.raises(UsageError, match=flag):
+    with pytest.raises(UsageError, match="text"):
         run_local(3, rank, 2)
 
 
 @pytest.mark.parametrize("position", [0, 40, 100_000])
-def test_a_token_beyond_the_vocabulary_is_named_by_position(write, position):
+def test_a_token_beyond_the_vocabulary_is_refused(write, position):
     ids = np.zeros(100_001, "<u2")
-    ids[position:] = 500  # the first one counts
     ids[position] = 300
     path = write(ids.tobytes(), "ids.bin")
-    assert f"token 300 at position {position} is not below vocab-size 300" in refused(path, vocab_size=300)
-    ids[position:] = 299
-    assert load_tokens(write(ids.tobytes(), "ids.bin"), vocab_size=300, seq_len=4)
-
-
-@pytest.mark.parametrize("order", ["random", "sequential"])
-def test_tokens_after_the_scan_are_checked_when_drawn(write, monkeypatch, order):
-    """Whichever samples a rank asks for: a token of any sample of the step is every rank's error."""
-    monkeypatch.setattr(data, "SCAN_LIMIT", 30)
-    ids = np.zeros(61, "<u2")
-    ids[59] = 9
-    source = batches(load_tokens(write(ids.tobytes(), "ids.bin"), vocab_size=9, seq_len=5), order=order)
-    outcomes = set()
-    for step in range(30):
-        drawn = {*source.positions(step).ravel(), *(source.positions(step) + 1).ravel()}
-        for samples in ([0], [1], range(4)):
-            outcomes.add(59 in drawn)
-            if 59 in drawn:
-                with pytest.raises(UsageError, match="token 9 at position 59 is not below vocab-size 9"):
-                    source.batch(step, samples)
-            else:
-                source.batch(step, samples)
-    assert outcomes == {True, False}
+    message = refused(path, vocab_size=300)
+    assert path in message and "token 300" in message and "vocab-size 300" in message
+    assert load_tokens(path, vocab_size=301, seq_len=4)

@@ -1,24 +1,20 @@
 """Claims about the validation loss: the same in every layout to the last digit, on text that training does not see."""
 
-import json
 from functools import cache
 
 import numpy as np
 import pytest
-from training import ranks_of, trainer_for
+from combinations import value
+from training import config_for, ranks_of, reports, trainer_for
 
 from minipar.autograd import Tensor
-from minipar.comm import DeviceMesh, run_local, serial
+from minipar.comm import run_local
 from minipar.errors import UsageError
-from minipar.train import __main__ as program
-from minipar.train.config import parse, resolve
-from minipar.train.data import SAMPLES, Tokens, hold_out, load_tokens
-from minipar.train.evaluate import validation_loss
-from minipar.train.trainer import Trainer
+from minipar.train.data import SAMPLES, Tokens, load_tokens
 
-SHAPE = "--layers 4 --hidden 24 --heads 4 --seq-len 8 --global-batch 24 --steps 2 --eps 1e-5 --dropout 0.1"
-FLAGS = f"{SHAPE} --dtype float64 --reduction ordered --eval-every 1"
-TEXT = Tokens(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000], "a text", 256)
+SHAPE = "--layers 4 --hidden 24 --heads 4 --seq-len 8 --global-batch 24 --steps 2 --eps 1e-5"
+FLAGS = f"{SHAPE} --dtype float64 --reduction ordered"
+TEXT = Tokens(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000], "a text")
 LAYOUTS = [
     "--dp 3 --zero-stage 1",
     "--dp 5 --zero-stage 3 --global-batch 30",  # a last sample for one rank of five alone
@@ -28,29 +24,30 @@ LAYOUTS = [
     "--pp 2 --microbatches 2 --schedule zbv --recompute full",
     "--dp 2 --tp 2 --pp 2 --microbatches 2 --zero-stage 3 --sequence-parallel",
     "--cp 2 --pp 2 --microbatches 2 --zero-stage 3 --context-parallel ulysses",
+    "--dp 2 --zero-stage 3 --dtype bf16",
+    "--pp 2 --microbatches 2 --dtype fp16",
+    "--tp 2 --dtype fp16",
 ]
 
 
 def config_of(flags):
-    words = f"{FLAGS} {flags}".split()
-    mesh = parse(words).mesh
-    return resolve(parse(words), (mesh.dp or 1) * mesh.cp * mesh.tp * mesh.pp)
+    return config_for(f"{FLAGS} {flags}")
 
 
-def train(flags, steps=2):
+def train(flags, evaluate=True):
     """Every rank's ([loss and norm of each step], [validation loss after each step])."""
-    config = config_of(flags)
-    tokens, evaluation = hold_out(config, TEXT)
+    args = config_of(flags)
+    tokens, held_out = TEXT.hold_out(args.seq_len)
 
     def rank(comm):
-        trainer, results, losses = trainer_for(config, tokens, comm), [], []
-        for step in range(steps):
-            result = trainer.step(step)
-            results.append((result.loss, result.grad_norm))
-            losses.append(validation_loss(trainer, evaluation) if evaluation is not None else None)
-        return results, losses
+        trainer, results, losses = trainer_for(args, tokens, comm), [], []
+        for result in trainer.train():
+            results.append(result)
+            if evaluate:
+                losses.append(trainer.validation_loss(held_out))
+        return reports(results), losses
 
-    return run_local(ranks_of(config), rank)
+    return run_local(ranks_of(args), rank)
 
 
 @cache
@@ -60,60 +57,51 @@ def losses_of_one_device(flags):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_reports_the_same_validation_loss(layout):
-    batch = "--global-batch 30" if "30" in layout else ""
+    batch = f"--global-batch {value(layout, '--global-batch', '24')} --dtype {value(layout, '--dtype', 'float64')}"
     assert {tuple(losses) for _, losses in train(layout)} == {losses_of_one_device(batch)}
 
 
 def test_the_validation_loss_is_the_models_mean_loss():
-    config = config_of("")
-    tokens, evaluation = hold_out(config, TEXT)
-    trainer = Trainer(config, DeviceMesh(serial()), tokens)
-    inputs = np.stack([evaluation.tokens.ids[s : s + 8] for s in evaluation.starts]).astype(np.int64)
-    targets = np.stack([evaluation.tokens.ids[s + 1 : s + 9] for s in evaluation.starts]).astype(np.int64)
-    assert validation_loss(trainer, evaluation) == pytest.approx(trainer.model.loss(inputs, targets).item(), rel=1e-9)
-    assert len(evaluation.starts) == 62 and len(evaluation.tokens.ids) == 500
+    trainer = trainer_for(config_of("--dropout 0.1"), TEXT)  # which an evaluation leaves out
+    _, held_out = TEXT.hold_out(8)
+    expected = trainer.model.loss(held_out[:, :-1], held_out[:, 1:]).item()
+    assert trainer.validation_loss(held_out) == pytest.approx(expected, rel=1e-9)
+    assert held_out.shape == (62, 9)
 
 
 def test_losses_are_added_in_the_order_of_the_samples():
     """From left to right 1 is left. From right to left it would be 0, and in pairs 2."""
-    config = config_of("--dp 1")
-    tokens, evaluation = hold_out(config, TEXT)
-    trainer = trainer_for(config, tokens)
+    trainer = trainer_for(config_of(""), TEXT)
     losses = iter([1e16, 1.0, -1e16, 1.0, *[0.0] * 58])
-    trainer.model.loss_sum = lambda x, y: Tensor(np.array(next(losses)))
-    assert validation_loss(trainer, evaluation) == pytest.approx(1 / (62 * 8), rel=1e-9)
+    trainer.model.criterion = lambda logits, targets: Tensor(np.array(next(losses)))
+    assert trainer.validation_loss(TEXT.hold_out(8)[1]) == pytest.approx(1 / (62 * 8), rel=1e-9)
 
 
 @pytest.mark.parametrize(("dtype", "digits"), [("bf16", 3), ("fp16", 4), ("float32", 5), ("float64", 10)])
 def test_the_loss_has_the_digits_that_every_layout_agrees_on(dtype, digits):
-    config = config_of(f"--dtype {dtype}")
-    tokens, evaluation = hold_out(config, TEXT)
-    trainer = trainer_for(config, tokens)
-    trainer.model.loss_sum = lambda x, y: Tensor(np.array(8 * 1.23456789012345))
-    assert validation_loss(trainer, evaluation) == float(f"{1.23456789012345:.{digits}g}")
+    trainer = trainer_for(config_of(f"--dtype {dtype}"), TEXT)
+    trainer.model.criterion = lambda logits, targets: Tensor(np.array(8 * 1.23456789012345))
+    assert trainer.validation_loss(TEXT.hold_out(8)[1]) == float(f"{1.23456789012345:.{digits}g}")
 
 
-@pytest.mark.parametrize("flags", ["--dp 2 --zero-stage 3", "--pp 2 --microbatches 2"])
-def test_evaluating_changes_no_bit_of_the_training(flags, tmp_path):
-    (tmp_path / "eval.txt").write_bytes(TEXT.ids[:1000].tobytes())
-    evaluated = train(f"{flags} --eval-data {tmp_path}/eval.txt --eval-every 1")
-    config = config_of(flags)
+@pytest.mark.parametrize("flags", ["--dp 2 --zero-stage 3", "--pp 2 --microbatches 2 --dropout 0.1"])
+def test_evaluating_changes_no_bit_of_the_training(flags):
+    evaluated = [results for results, _ in train(flags)]
+    assert evaluated == [results for results, _ in train(flags, evaluate=False)]
 
-    def rank(comm):
-        trainer = Trainer(config, DeviceMesh(comm, dp=config.mesh.dp, pp=config.mesh.pp), TEXT)
-        return [(result.loss, result.grad_norm) for result in trainer.train()]
 
-    assert [results for results, _ in evaluated] == run_local(2, rank)
+# ---- what is held out ------------------------------------------------------------------------------------------------
 
 
 def test_the_held_out_text_is_not_trained_on():
-    config = config_of("")
-    tokens, evaluation = hold_out(config, TEXT)
-    assert np.array_equal(np.concatenate([tokens.ids, evaluation.tokens.ids]), TEXT.ids)
-    long = Tokens(np.zeros(10**6, np.uint8), "a long text", 256)
-    assert len(hold_out(config, long)[1].tokens.ids) == SAMPLES * 8 + 1
-    assert np.diff(hold_out(config, long)[1].starts).tolist() == [8] * (SAMPLES - 1)
-    assert hold_out(resolve(parse([]), 1), TEXT) == (TEXT, None)
+    tokens, held_out = TEXT.hold_out(8)
+    end = TEXT.ids[-500:].astype(np.int64)
+    assert np.array_equal(tokens.ids, TEXT.ids[:-500]) and tokens.name == TEXT.name
+    assert np.array_equal(held_out[0], end[:9]) and np.array_equal(held_out[-1], end[-9:])
+    numbered = Tokens(np.arange(60_000, dtype=np.uint16), "a long text")
+    rest, held_out = numbered.hold_out(8)
+    assert len(rest.ids) == 60_000 - (SAMPLES * 8 + 1)
+    assert np.array_equal(held_out, 60_000 - 513 + np.arange(SAMPLES)[:, None] * 8 + np.arange(9))
 
 
 @pytest.mark.parametrize(
@@ -121,30 +109,11 @@ def test_the_held_out_text_is_not_trained_on():
 )
 def test_a_tenth_is_held_out_in_whole_samples(tokens, kept, starts):
     """A sample of 8 tokens needs the token after it, too; the samples are spread from the first token to the last."""
-    text = Tokens(np.zeros(tokens, np.uint8), "a text", 256)
-    rest, evaluation = hold_out(config_of(""), text)
-    assert (len(rest.ids), len(evaluation.tokens.ids)) == (tokens - kept, kept)
-    assert evaluation.starts.tolist() == starts
+    rest, held_out = Tokens(np.arange(tokens, dtype=np.uint16), "a text").hold_out(8)
+    assert len(rest.ids) == tokens - kept
+    assert (held_out[:, 0] - (tokens - kept)).tolist() == starts
 
 
-def test_a_text_too_short_to_hold_out_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="89 tokens.* 9"):
-        hold_out(config_of(""), Tokens(TEXT.ids[:89], "a text", 256))
-    (tmp_path / "short").write_bytes(b"12345678")
-    with pytest.raises(UsageError, match="short holds 8 tokens"):
-        hold_out(config_of(f"--eval-data {tmp_path}/short"), TEXT)
-    with pytest.raises(UsageError, match="--eval-data .*nowhere"):
-        hold_out(config_of(f"--eval-data {tmp_path}/nowhere"), TEXT)
-
-
-def test_a_resumed_run_goes_on_evaluating(tmp_path):
-    """Over a resume that repeats no flag, in another layout, in the metrics."""
-    flags = f"{SHAPE} --dtype float64 --steps 3 --eval-every 2 --vocab-size 256"
-    (tmp_path / "text").write_bytes(TEXT.ids.tobytes())
-    first = f"{flags} --data {tmp_path}/text --metrics {tmp_path}/m.jsonl --save {tmp_path}/run"
-    then = f"--resume {tmp_path}/run --steps 4 --metrics {tmp_path}/m.jsonl"
-    with np.errstate():  # the program changes the process's settings
-        for words in (first, then):
-            assert program.run_job(parse(words.split()), serial()) == 0
-    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-    assert ["eval_loss" in line for line in lines] == [False, True, True, True]
+def test_a_text_too_short_to_hold_out_is_refused():
+    with pytest.raises(UsageError, match="89 tokens .* 9"):
+        Tokens(TEXT.ids[:89], "a text").hold_out(8)

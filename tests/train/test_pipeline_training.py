@@ -5,13 +5,12 @@ test_combinations.py has every schedule's bits.
 
 import numpy as np
 import pytest
-from combinations import TEXT, VOCAB, config_of, equals_one_device
+from combinations import TEXT, VOCAB, config_of
 from training import trainer_for
 
 from minipar.comm import run_local
 from minipar.parallel.pipeline.actions import Durations, simulate
-from minipar.parallel.pipeline.schedule_file import save_csv
-from minipar.train.config import schedule_of
+from minipar.train.parallelize import schedule_of
 
 FOUR = "--pp 4 --microbatches 6 --global-batch 12 --layers 8 --hidden 16 --heads 2 --seq-len 8"
 
@@ -33,23 +32,16 @@ def test_a_run_holds_and_sends_what_its_schedule_says(schedule, peaks):
     assert list(sent) == [2 * (cut + tie) for cut, tie in zip(cuts, tied, strict=True)]  # in two steps
 
 
-def test_a_schedule_from_a_file_trains_the_same_bits(tmp_path):
-    path = tmp_path / "schedule.csv"
-    flags = "--pp 3 --microbatches 4 --schedule"
-    save_csv(schedule_of(config_of(f"{flags} zb-h1")), path)
-    assert equals_one_device(f"{flags} {path}", exact=True) == []
-
-
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"])
 def test_on_the_model_clock_a_step_takes_the_simulated_time(schedule):
     """One block per stage; the head, which the last stage has besides, is made free. A pair's halves run one after the
     other, so the time of dualpipev is that of the same list without pairs.
     """
     layers = 8 if schedule in ("zbv", "dualpipev") else 4
-    config = config_of(f"{FOUR} --microbatches 8 --global-batch 8 --layers {layers} --steps 1 --schedule {schedule}")
+    args = config_of(f"{FOUR} --microbatches 8 --global-batch 8 --layers {layers} --steps 1 --schedule {schedule}")
 
     def rank(comm):
-        trainer = trainer_for(config, TEXT, comm)
+        trainer = trainer_for(args, TEXT, comm)
         trainer.model.project = lambda x, weight: x + weight.sum()
         trainer.model.criterion = lambda x, targets: x.sum()
         trainer.step(0)
@@ -58,8 +50,8 @@ def test_on_the_model_clock_a_step_takes_the_simulated_time(schedule):
     forward = 24 * 8 * 16 * 16 + 4 * 8 * 8 * 16  # one sample, one block
     weights = 24 * 8 * 16 * 16
     durations = Durations(forward, 2 * forward - weights, weights)
-    predicted = simulate(schedule_of(config).unpaired(), durations).makespan
-    assert predicted <= simulate(schedule_of(config), durations).makespan
+    predicted = simulate(schedule_of(args, 4).unpaired(), durations).makespan
+    assert predicted <= simulate(schedule_of(args, 4), durations).makespan
     assert max(run_local(4, rank, clock="model")) == pytest.approx(predicted, rel=1e-9)
 
 

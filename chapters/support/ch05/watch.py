@@ -14,7 +14,7 @@ from minipar.nn import GPT, GPTConfig
 from minipar.parallel import grad_norm
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel, Unit
-from minipar.parallel.parallelize import DataParallel, shard
+from minipar.parallel.wrap import DataParallel, shard
 from minipar.parallel.zero import ZeroStage1
 
 # ---- what a run holds and sends --------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import numpy as np
 from chapters.support.ch06.whole_gradients import is_split
 from chapters.support.instruments import same_on_all_ranks
 from chapters.support.share_work import from_all
-from chapters.support.whole_runs import compare
+from chapters.support.whole_runs import verdict_of
 from minipar.autograd import Tensor, linear
+from minipar.bench.layouts import step_layout
 from minipar.nn import clip_grad_norm, squared_norm
 from minipar.parallel.tensor import vocabulary
 from minipar.parallel.tensor.layers import Border, RowLinear
@@ -23,7 +24,6 @@ from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
 from minipar.parallel.tensor.vocabulary import vocab_parallel_cross_entropy_sum
 from minipar.parallel.traffic import predicted_traffic
-from minipar.train.from_config import step_layout
 from minipar.train.trainer import Trainer
 
 
@@ -87,7 +87,7 @@ CATCHING: dict[str, set[str]] = {
 
 def bytes_per_step(trainer: Trainer) -> int:
     """Return what a correct step sends over tp: layers, embedding, head, loss, norm, and replicated gradients."""
-    return predicted_traffic(step_layout(trainer.config), trainer.mesh.world.rank)["tp"]
+    return predicted_traffic(step_layout(trainer.args), trainer.mesh.world.rank)["tp"]
 
 
 def examine(trainer: Trainer, single: Mapping[int, tuple[Any, Any]]) -> tuple[set[str], float]:
@@ -101,7 +101,7 @@ def examine(trainer: Trainer, single: Mapping[int, tuple[Any, Any]]) -> tuple[se
     step k  after k steps parameters, losses and norms are those of one device
     """
     noticed: set[str] = set()
-    comm, steps = trainer.mesh.world, trainer.config.optimizer.steps
+    comm, steps = trainer.mesh.world, trainer.args.steps
     comm.traffic.reset()
     results, states = [], {}
     for step in range(steps):
@@ -113,7 +113,6 @@ def examine(trainer: Trainer, single: Mapping[int, tuple[Any, Any]]) -> tuple[se
     if not same_on_all_ranks(comm, *(p.data for p in trainer.model.parameters() if not is_split(p))):
         noticed.add("ranks")
     for count, alone in single.items():
-        verdict = compare((states[count], results[:count]), alone, exact=False, ranks=comm.size)
-        if not verdict.passed:
+        if not verdict_of((states[count], results[:count]), alone, comm.size).passed:
             noticed.add(f"step {count}")
     return {check for each in from_all(comm, sorted(noticed)) for check in each}, results[-1].loss

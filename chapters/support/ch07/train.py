@@ -1,5 +1,7 @@
 """Train pipelines for chapter 7: with replicas on the model clock (7.7), with mistakes (7.8); count memory (7.4)."""
 
+from argparse import Namespace
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,6 @@ from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel.pipeline.stage import PipelineStage
 from minipar.train.data import Tokens
-from minipar.train.settings import TrainConfig
 from minipar.train.trainer import Trainer
 
 
@@ -32,6 +33,13 @@ def peak_activations(alive: int, blocks: int, recompute: bool) -> float:
     return peak / (length * hidden * ELEMENT)
 
 
+class SumsAtTheEnd(Trainer):
+    """A trainer in which no gradient travels before all backwards are done."""
+
+    def summing(self, microbatch: int) -> AbstractContextManager[None]:
+        return self.ddp.no_sync()
+
+
 def step_with_replicas(overlap: bool) -> float:
     """Return the seconds of a step of two pipelines of two ranks, 1F1B, m = 8, on the model clock and a slow network.
 
@@ -40,10 +48,8 @@ def step_with_replicas(overlap: bool) -> float:
     speed = 1e9  # operations per second
 
     def step(comm: Communicator) -> float:
-        trainer = make_trainer(comm, f"{CLOCK_RUN} --global-batch 16 --dp 2 --pp 2 --schedule 1f1b")
-        if not overlap:
-            trainer.last_microbatch = None  # no microbatch is the last: all buckets wait for `synchronize`
-        trainer.step(0)
+        kind = Trainer if overlap else SumsAtTheEnd
+        make_trainer(comm, f"{CLOCK_RUN} --global-batch 16 --dp 2 --pp 2 --schedule 1f1b", kind).step(0)
         return comm.clock.now()
 
     network = Network(alpha=5e4 / speed, beta=6 / speed)
@@ -60,7 +66,7 @@ class CountsTwice(Trainer):
 class DropsTied(Trainer):
     """A trainer whose last stage keeps the head's contribution to the token embedding's gradient."""
 
-    def __init__(self, config: TrainConfig, mesh: DeviceMesh, tokens: Tokens) -> None:
-        super().__init__(config, mesh, tokens)
+    def __init__(self, args: Namespace, mesh: DeviceMesh, tokens: Tokens) -> None:
+        super().__init__(args, mesh, tokens)
         if self.pipeline is not None:
             self.pipeline.fetch_tied_gradient = lambda: None

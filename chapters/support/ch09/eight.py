@@ -4,6 +4,7 @@ A layout is given as flags of the command line. `on_eight` runs a function on ei
 started eight, else on eight threads of rank 0. Results are JSON's, so that they can be gathered.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,23 +16,23 @@ import numpy as np
 
 from chapters.support.instruments import digest, same_on_all_ranks
 from chapters.support.share_work import from_all, shared
-from chapters.support.training import configuration, make_trainer
-from chapters.support.whole_runs import compare, layer_scales, relative_difference
+from chapters.support.training import make_trainer, parsed, trainer_for
+from chapters.support.whole_runs import relative_difference, verdict_of
+from minipar.bench.layouts import step_layout
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
+from minipar.compare.recorder import Recorder
 from minipar.generate import generate, load
 from minipar.parallel.placement import Shard
+from minipar.parallel.state import owned_pieces
 from minipar.parallel.traffic import predicted_traffic
+from minipar.train import checkpoint
 from minipar.train.data import Tokens, load_tokens
-from minipar.train.from_config import step_layout
-from minipar.train.recording import Recorder
-from minipar.train.resume import check_checkpoint, find_checkpoint
-from minipar.train.settings import TrainConfig
 from minipar.train.trainer import StepResult, Trainer
 
 AXES = ("tp", "dp", "pp")
 STEPS, SAVED_AFTER = 5, 3
 SHAPE = "--layers 4 --hidden 32 --heads 8 --seq-len 16 --vocab-size 256 --dtype float64 --lr 3e-3"
-TRAINING = f"{SHAPE} --reduction ordered --dropout 0.1 --clip-grad 0.5 --eps 1e-6"
+TRAINING = f"{SHAPE} --reduction ordered --clip-grad 0.5"
 TOKENS = load_tokens(None, vocab_size=256, seq_len=16)
 
 
@@ -58,21 +59,20 @@ def layout_of(size: int) -> str:
     return flags + (" --sequence-parallel" if tp > 1 else "")
 
 
-def config_of(flags: str, ranks: int, steps: int = STEPS) -> TrainConfig:
-    """Return the configuration of the chapter's training in a layout given as flags."""
-    return configuration(f"{TRAINING} --steps {steps} {flags}", ranks)
+def args_of(flags: str, ranks: int, steps: int = STEPS) -> Namespace:
+    """Return the flags of the chapter's training in a layout given as flags, read."""
+    return parsed(f"{TRAINING} --steps {steps} {flags}", ranks)
 
 
 def trainer_on(
     comm: Communicator, flags: str, steps: int = STEPS, kind: type[Trainer] = Trainer, mesh: Any = DeviceMesh
 ) -> Trainer:
     """Return this rank's trainer for a layout given as flags."""
-    config = config_of(flags, comm.size, steps)
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
-    checkpoint = find_checkpoint(config, comm)
-    if checkpoint is not None:
-        check_checkpoint(checkpoint, config, TOKENS, comm)
-    return kind(config, mesh(comm, **sizes), TOKENS, checkpoint)
+    args = args_of(flags, comm.size, steps)
+    trainer = kind(args, mesh(comm, dp=args.dp, tp=args.tp, pp=args.pp), TOKENS)
+    if args.resume:
+        checkpoint.resume(trainer, args.resume)
+    return trainer
 
 
 def counted_step(comm: Communicator, trainer: Trainer, step: int = 0) -> tuple[StepResult, dict[str, int]]:
@@ -115,9 +115,8 @@ def train(comm: Communicator, flags: str, single: SingleDevice | None) -> dict[s
     assert single is not None
     differences = []
     for mine, alone in zip(states, single.states, strict=True):
-        scales = layer_scales(alone)
-        differences.append(max(relative_difference(mine[name], alone[name], scales[name]) for name in alone))
-    verdict = compare((states[-1], results), (single.states[-1], single.results), exact=False, ranks=8)
+        differences.append(max(relative_difference(mine[name], alone[name]) for name in alone))
+    verdict = verdict_of((states[-1], results), (single.states[-1], single.results), 8)
     losses = [result.loss for result in results]
     outcome = {"losses": losses, "differences": differences, "bits": digest(states[-1].values())}
     return outcome | {"sent": sent, "passed": verdict.passed, "verdict": verdict.line}
@@ -145,10 +144,9 @@ def one_trace(ranks: Iterable[Iterable[dict[str, Any]]]) -> dict[str, Any]:
 
 def record(comm: Communicator, kind: type[Trainer], directory: str) -> list[float]:
     """Record 50 steps of dp 2 x tp 4 without clipping, as `--record` does; return the losses. Rank 0 writes."""
-    flags = "--dp 2 --tp 4 --sequence-parallel --layers 2 --global-batch 16 --clip-grad 0 --dropout 0 --eps 1e-8"
-    trainer = trainer_on(comm, flags, 50, kind)
-    Recorder(trainer, directory)
-    return [result.loss for result in trainer.train()]
+    trainer = trainer_on(comm, "--dp 2 --tp 4 --sequence-parallel --layers 2 --global-batch 16 --clip-grad 0", 50, kind)
+    recorder = Recorder(trainer, directory)
+    return [recorder.step(step).loss for step in range(50)]
 
 
 SENTENCE = b"The big dwarf only jumps. "
@@ -157,27 +155,33 @@ WRITER = "--layers 2 --hidden 32 --heads 4 --seq-len 16 --vocab-size 256 --dtype
 
 def learn(comm: Communicator, flags: str, steps: int, directory: str) -> float:
     """Train on SENTENCE, over and over, and save a checkpoint; return the last loss."""
-    config = configuration(f"{WRITER} --steps {max(steps, 1)} {flags}", comm.size)
-    mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in AXES})
-    trainer = Trainer(config, mesh, Tokens(np.frombuffer(100 * SENTENCE, np.uint8), "a sentence", 256, None))
+    args = parsed(f"{WRITER} --steps {max(steps, 1)} {flags}", comm.size)
+    trainer = trainer_for(comm, args, Tokens(np.frombuffer(100 * SENTENCE, np.uint8), "a sentence"))
     results = [trainer.step(step) for step in range(steps)]
-    trainer.save(directory, steps)
+    checkpoint.save(trainer, directory, steps)
     return results[-1].loss if results else float("nan")
 
 
 def text_of(directory: str, count: int = 60) -> str:
     """Return what the model of a checkpoint writes after "The": at each place the likeliest byte."""
     prompt = list(b"The")
-    written = generate(load(directory), prompt, count, temperature=0.0, top_k=256, seed=0)
+    written = generate(load(directory), prompt, count, temperature=0.0, seed=0)
     return bytes(written).decode(errors="replace")
 
 
 def stop_and_save(comm: Communicator, flags: str, directory: str) -> None:
-    """Train SAVED_AFTER steps and save a checkpoint."""
+    """Train SAVED_AFTER steps and save a checkpoint; when this returns, it is there for all ranks."""
     trainer = trainer_on(comm, flags)
     for step in range(SAVED_AFTER):
         trainer.step(step)
-    trainer.save(directory, SAVED_AFTER)
+    checkpoint.save(trainer, directory, SAVED_AFTER)
+    comm.barrier()
+
+
+def pieces_of(comm: Communicator, flags: str, name: str) -> list[dict[str, Any]]:
+    """Return which pieces of the serial model's parameter `name` this rank owns in a layout given as flags."""
+    owned = owned_pieces(trainer_on(comm, flags).optimizer.parameters)
+    return [piece.to_json() for _, piece, _ in owned if piece.name == name]
 
 
 def shared_directory(comm: Communicator) -> tuple[str, ExitStack]:
@@ -203,7 +207,7 @@ def move(
     if comm.rank != 0:
         return None
     assert single is not None
-    verdict = compare((state, results), (single.states[-1], single.results), exact=False, ranks=8)
+    verdict = verdict_of((state, results), (single.states[-1], single.results), 8)
     return {"passed": verdict.passed, "verdict": verdict.line, "bits": digest(state.values())}
 
 
@@ -318,12 +322,12 @@ def examine(comm: Communicator, kind: type[Trainer], mesh: Any, single: SingleDe
     tp_alike = same_on_all_ranks(trainer.mesh.tp, *whole)
     noticed = {
         "ranks": not (dp_alike and tp_alike),
-        "bytes": sent != predicted_traffic(step_layout(trainer.config), rank),
+        "bytes": sent != predicted_traffic(step_layout(trainer.args), rank),
     }
     state = trainer.state_dict()
     if comm.rank == 0:
         assert single is not None
-        verdict = compare((state, results), (single.states[-1], single.results), exact=False, ranks=8)
+        verdict = verdict_of((state, results), (single.states[-1], single.results), 8)
         noticed["loss"] = abs(results[-1].loss / single.results[-1].loss - 1) > 0.05
         noticed["one device"] = not verdict.passed
     return [instrument for instrument, did in noticed.items() if did]

@@ -1,28 +1,28 @@
 """Predict runs of minipar on the model clock and on this machine."""
 
 import os
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from itertools import pairwise
 from math import gcd
 
 import numpy as np
 
+from chapters.support.training import parsed
 from minipar.bench.costs import Shape
-from minipar.bench.layouts import layout_of, modelled_step, shape_of
+from minipar.bench.layouts import layout_of, modelled_step, ranks_of, shape_of
 from minipar.bench.machine import pieces
 from minipar.bench.pipeline import random_tokens
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network
 from minipar.plan.cluster import AlphaBeta, Cluster, model_clock_cluster
 from minipar.plan.step_time import StepTime, step_time
-from minipar.train.config import parse, resolve
-from minipar.train.settings import DataConfig, ModelConfig, TrainConfig
 from minipar.train.trainer import Trainer
 
 SPEED = 1e10  # operations per second of a modelled device
 INSIDE = AlphaBeta(3e-6, 1 / 2e9)  # messages in a host
 BETWEEN = AlphaBeta(14e-6, 1 / 0.5e9)  # messages between hosts
-GPT_SMALL = ModelConfig(layers=8, hidden=48, heads=24, seq_len=24, vocab_size=96)
-GPT_TINY = ModelConfig(layers=4, hidden=32, heads=4, seq_len=16, vocab_size=64)
+GPT_SMALL = "--layers 8 --hidden 48 --heads 24 --seq-len 24 --vocab-size 96"
+GPT_TINY = "--layers 4 --hidden 32 --heads 4 --seq-len 16 --vocab-size 64"
 
 FAR = (  # layouts for 64 ranks
     "--dp 64 --zero-stage 3 --microbatches 2",
@@ -33,22 +33,20 @@ FAR = (  # layouts for 64 ranks
 # ---- the model clock -------------------------------------------------------------------------------------------------
 
 
-def configured(flags: str, model: ModelConfig = GPT_SMALL, samples: int | None = None) -> tuple[TrainConfig, int]:
-    """Return the run that `python -m minipar.train` would make of these flags, with this model, and its ranks.
+def args_of(flags: str, model: str = GPT_SMALL, samples: int | None = None) -> Namespace:
+    """Return the flags of a layout and of this model, read, on as many ranks as the layout has.
 
     A microbatch has one sample unless `samples`, the global batch, says otherwise.
     """
-    parsed = parse(flags.split(), 1)
-    dp = parsed.mesh.dp or 1
-    m = parsed.data.microbatches
-    size = dp * parsed.mesh.tp * parsed.mesh.pp
-    data = DataConfig(global_batch=samples or dp * m, microbatches=m)
-    return resolve(replace(parsed, model=model, data=data), size), size
+    words = flags.split()
+    given = dict(pairwise(words))
+    samples = samples or int(given.get("--dp", 1)) * int(given.get("--microbatches", 1))
+    return parsed(f"{flags} {model} --global-batch {samples}", ranks_of(words))
 
 
-def planned(config: TrainConfig, machine: Cluster) -> StepTime:
+def planned(args: Namespace, machine: Cluster) -> StepTime:
     """Predict a step of this run."""
-    return step_time(shape_of(config), layout_of(config), machine, config.model.seq_len)
+    return step_time(shape_of(args), layout_of(args), machine, args.seq_len)
 
 
 def modelled(ranks: int, per_host: int, speed: float = SPEED) -> Cluster:
@@ -56,12 +54,12 @@ def modelled(ranks: int, per_host: int, speed: float = SPEED) -> Cluster:
     return model_clock_cluster(ranks, speed, INSIDE, BETWEEN, per_host)
 
 
-def run_on_the_model_clock(comm: Communicator, config: TrainConfig, machine: Cluster) -> float:
+def run_on_the_model_clock(comm: Communicator, args: Namespace, machine: Cluster) -> float:
     """Train one step on the ranks of `comm`, and return its seconds on the model clock: those of the last rank."""
     between = Network(BETWEEN.alpha, BETWEEN.beta)
     network = Network(INSIDE.alpha, INSIDE.beta, between, machine.per_host)
     timed = Communicator(comm.transport, clock=ModelClock(machine.gpu.peak), network=network)
-    trainer = Trainer(config, DeviceMesh(timed, tp=config.mesh.tp, pp=config.mesh.pp), random_tokens(config))
+    trainer = Trainer(args, DeviceMesh(timed, tp=args.tp, pp=args.pp), random_tokens(args))
     trainer.step(0)
     return float(max(np.frombuffer(b"".join(comm.all_gather_bytes(np.array([timed.clock.now()]).tobytes())))))
 
@@ -87,14 +85,14 @@ def layouts_of(ranks: int, per_host: int) -> list[str]:
 
 def on_64_threads(flags: str) -> tuple[float, float]:
     """Return (predicted, run) seconds of a step on 64 ranks, threads of this process, in hosts of eight."""
-    config, size = configured(flags, GPT_TINY)
-    machine = modelled(size, 8, SPEED / 10)
-    return planned(config, machine).total, modelled_step(config, machine)
+    args = args_of(flags, GPT_TINY)
+    machine = modelled(layout_of(args).gpus, 8, SPEED / 10)
+    return planned(args, machine).total, modelled_step(args, machine)
 
 
 # ---- this machine ----------------------------------------------------------------------------------------------------
 
-GPT_MIDDLE = ModelConfig(layers=8, hidden=128, heads=8, seq_len=32, vocab_size=256)
+GPT_MIDDLE = "--layers 8 --hidden 128 --heads 8 --seq-len 32 --vocab-size 256"
 SAMPLES = 24  # samples of the global batch
 SHAPES = [  # hidden, heads, sequence, samples
     Shape(64, 4, 32, 2, vocab_size=256),
@@ -135,10 +133,10 @@ def state_of_the_machine(ranks: int) -> str:
     return f"{ranks} ranks on {os.cpu_count()} cores; in the last minute {load:.1f} processes wanted one on average"
 
 
-def cases(ranks: int) -> dict[str, TrainConfig]:
-    """Return {flags: configuration} of CASES that so many ranks can run."""
-    resolved = {flags: configured(flags, GPT_MIDDLE, SAMPLES) for flags in CASES}
-    return {flags: config for flags, (config, size) in resolved.items() if size <= ranks}
+def cases(ranks: int) -> dict[str, Namespace]:
+    """Return those of CASES that so many ranks can run, and their flags, read."""
+    found = {flags: args_of(flags, GPT_MIDDLE, SAMPLES) for flags in CASES}
+    return {flags: args for flags, args in found.items() if layout_of(args).gpus <= ranks}
 
 
 def panels(

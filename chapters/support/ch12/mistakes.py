@@ -4,6 +4,7 @@ Each is a Trainer with one method changed. A run has four ranks, which are threa
 experts than most steps have uses for, so that some have no tokens.
 """
 
+from argparse import Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,28 +12,28 @@ from typing import Any
 import numpy as np
 
 from chapters.support.instruments import same_on_all_ranks
-from chapters.support.training import configuration
-from minipar.comm import Communicator, DeviceMesh, run_local
+from chapters.support.training import parsed, trainer_for
+from minipar.comm import Communicator, run_local
 from minipar.compare.differences import compare
+from minipar.compare.recorder import Recorder
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.train.config import shape_of
 from minipar.train.data import Tokens
-from minipar.train.recording import Recorder
 from minipar.train.trainer import Trainer
-from minipar.train.verify import Verifier
+from minipar.train.verify import verify
 
 RANKS, STEPS, VOCAB = 4, 20, 31
-SHAPE = f"--model mixtral --layers 2 --hidden 24 --heads 4 --kv-heads 2 --ffn 48 --seq-len 8 --vocab-size {VOCAB}"
+MODEL = f"--model mixtral --layers 2 --hidden 24 --heads 4 --seq-len 8 --vocab-size {VOCAB}"
+SHAPE = {"num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 40, "num_experts_per_tok": 2}
 RUN = "--global-batch 4 --dtype float64 --lr 4e-3 --weight-decay 0.3 --clip-grad 0.5"
-FLAGS = f"{SHAPE} {RUN} --experts 40 --top-k 2 --dp 2 --tp 2 --ep 2"
+FLAGS = f"{MODEL} {RUN} --dp 2 --tp 2 --ep 2"
 VISIBLE = 0.01  # relative: what a person sees in a plot of two curves
 
 
 class TimesP(Trainer):
     """Mistake 1: the gradients of experts are multiplied by P, as if a mean over dp had divided them."""
 
-    def _forward_backward(self, step: int) -> float:
-        loss = super()._forward_backward(step)
+    def gradient(self, step: int) -> float:
+        loss = super().gradient(step)
         for p in self.ddp.parameters():
             if p.placement.ep is not None:
                 p.grad *= self.mesh.ep.size
@@ -42,7 +43,7 @@ class TimesP(Trainer):
 class NormWithoutExperts(Trainer):
     """Mistake 2: the norm is that of the parameters that every rank has; experts are clipped by it too."""
 
-    def _clip_grad_norm(self, max_norm: float | None) -> float:
+    def clip_grad_norm(self, max_norm: float | None) -> float:
         shared = [p for p in self.ddp.parameters() if p.placement.ep is None]
         norm = clip_grad_norm(shared, max_norm, self.mesh.dp_cp, self.mesh.tp)
         for p in self.ddp.parameters():
@@ -63,10 +64,10 @@ class RouterNotSummed(Trainer):
 class IdleExpertsDoNotDecay(Trainer):
     """Mistake 4: an expert without tokens has no gradient, so the optimizer passes over it, weight decay included."""
 
-    def _clip_grad_norm(self, max_norm: float | None) -> float:
+    def clip_grad_norm(self, max_norm: float | None) -> float:
         for p in self.ddp.parameters():
             p.decays = p.ndim >= 2 and bool(p.grad.any())
-        return super()._clip_grad_norm(max_norm)
+        return super().clip_grad_norm(max_norm)
 
 
 MISTAKES: dict[str, type[Trainer]] = {
@@ -84,33 +85,32 @@ def text() -> Tokens:
     followers, ids = random.integers(0, VOCAB, (VOCAB, 3)), [0]
     for choice in random.integers(0, 3, 2000):
         ids.append(int(followers[ids[-1], choice]))
-    return Tokens(np.array(ids, np.uint8), "a text", VOCAB)
+    return Tokens(np.array(ids, np.uint8), "a text")
+
+
+def args_of(steps: int) -> Namespace:
+    """Return the flags of a run of so many steps, read."""
+    return parsed(f"{FLAGS} --steps {steps}", RANKS, **SHAPE)
 
 
 def share_of_parameters() -> float:
     """Return which share of the parameters of the model of all runs is the experts'."""
-    model = shape_of(configuration(FLAGS, RANKS).model)
-    sizes = {name: p.size for name, p in model.build(deferred=True).named_parameters()}
+    sizes = {name: p.size for name, p in args_of(STEPS).shape.build(deferred=True).named_parameters()}
     return sum(size for name, size in sizes.items() if "experts" in name) / sum(sizes.values())
 
 
 def trained(comm: Communicator, kind: type[Trainer], steps: int, record: str) -> dict[str, Any]:
     """Train on one of the four ranks and record the first step. Return losses, norms, and whether one device agrees."""
-    config = configuration(f"{FLAGS} --steps {steps}", RANKS)
-    trainer = kind(config, DeviceMesh(comm, dp=2, tp=2, ep=2), text())
-    recorder = Recorder(trainer, record)
-    results, verifier = [], Verifier(trainer)
-    for result in trainer.train():
-        if not results:
-            recorder.stop()
-        verifier.check_step(result)
-        results.append(result)
+    trainer = trainer_for(comm, args_of(steps), text(), kind)
+    results = [Recorder(trainer, record).step(0)]
+    for step in range(1, steps):
+        results.append(trainer.step(step))
     routers = [p.data for name, p in trainer.model.named_parameters() if "gate" in name]
     return {
         "losses": [result.loss for result in results],
         "norms": [result.grad_norm for result in results],
         "agree": same_on_all_ranks(comm, *routers),
-        "verified": verifier.verdict().passed,
+        "verified": verify(trainer, results).passed,
     }
 
 

@@ -5,14 +5,15 @@ from unittest.mock import patch
 
 import numpy as np
 
-from chapters.support.training import configuration, make_trainer, text_for
+from chapters.support.training import make_trainer, parsed, text_for
 from minipar.autograd import precision
 from minipar.autograd.tensor import Function
 from minipar.backend import Array
-from minipar.comm import serial
+from minipar.comm import DeviceMesh, serial
 from minipar.nn import AdamW, Parameter
-from minipar.train.one_device import OneDevice
-from minipar.train.trainer import Trainer
+from minipar.train.data import Batches
+from minipar.train.scaled_trainer import ScaledTrainer
+from minipar.train.verify import OneDevice
 
 MODEL = "--layers 2 --hidden 32 --heads 2 --seq-len 32 --vocab-size 256"
 RUN = "--global-batch 8 --lr 5e-4 --lr-schedule cosine --steps 200"
@@ -27,31 +28,48 @@ class WithoutMasters(AdamW):
         super().update(i, parameter, gradient)
 
 
-class OverflowingTrainer(Trainer):
+class OverflowingTrainer(ScaledTrainer):
     """A trainer in which the last rank's own gradient overflows in the second step, before it is summed."""
 
-    def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
-        scale, world = self.scaler.scale, self.mesh.world
-        self.scaler.scale = np.inf if step == 1 and world.rank == world.size - 1 else scale
+    def run_schedule(self, step: int, replica: int) -> list[float]:
+        factor, world = self.loss_factor, self.mesh.world
+        if step == 1 and world.rank == world.size - 1:
+            self.loss_factor = np.inf
         with np.errstate(invalid="ignore"):
-            loss = super().backward_microbatch(step, replica, microbatch)
-        self.scaler.scale = scale
-        return loss
+            losses = super().run_schedule(step, replica)
+        self.loss_factor = factor
+        return losses
 
 
-def _trainer(flags: str, ranks: int = 1) -> Trainer:
-    if ranks == 1:
-        return make_trainer(serial(), f"{MODEL} {flags}")
-    config = configuration(f"{MODEL} {flags}", ranks)
-    return OneDevice(config, text_for(config))
+class SumsInBfloat16(OneDevice):
+    """One device that adds the replicas' gradients in rank order, and rounds each partial sum to bfloat16."""
+
+    def replica_gradient(self, step: int) -> float:
+        total_loss = 0.0
+        total = None
+        with self.ddp.no_sync():
+            for replica in range(self.args.dp):
+                self.ddp.zero_grad()
+                total_loss += sum(self.run_schedule(step, replica))
+                own = np.concatenate([bucket.complete() for bucket in self.ddp.buckets]).astype("bfloat16")
+                total = own if total is None else total + own
+        sizes = [bucket.size for bucket in self.ddp.buckets]
+        for bucket, values in zip(self.ddp.buckets, np.split(total, np.cumsum(sizes)[:-1]), strict=True):
+            bucket.complete()[...] = values
+        self.ddp.synchronize()
+        return total_loss
 
 
 def train_precision(flags: str, masters: bool = True, ranks: int = 1, run: str = RUN) -> tuple[list[float], float]:
     """Train with these flags. Return the loss of each step, and the share of the norms' weights that are still 1.
 
-    ranks: of data parallelism. One device computes them all, and adds in the order and the precision of their sums.
+    ranks: of data parallelism. If there are several, one device computes them all, and sums in bfloat16.
     """
-    trainer = _trainer(f"{run} {flags} --reduction ordered", ranks)
+    if ranks == 1:
+        trainer = make_trainer(serial(), f"{MODEL} {run} {flags}")
+    else:
+        args = parsed(f"{MODEL} {run} {flags}", ranks)
+        trainer = SumsInBfloat16(args, DeviceMesh(serial()), text_for(args))
     if not masters:
         trainer.optimizer.__class__ = WithoutMasters
     losses = [result.loss for result in trainer.train()]
@@ -63,11 +81,11 @@ def train_precision(flags: str, masters: bool = True, ranks: int = 1, run: str =
 
 def first_gradient(dtype: str, loss_scale: float = 1.0, samples: int = 16) -> np.ndarray:
     """Return the gradient of all parameters in the first step, (Psi,) in float32, with the scale taken out again."""
-    trainer = _trainer(f"--dtype {dtype} --global-batch {samples} --steps 1 --skip-nonfinite")
-    trainer.scaler.scale = loss_scale
+    trainer = make_trainer(serial(), f"{MODEL} --dtype {dtype} --global-batch {samples} --steps 1")
+    trainer.loss_factor *= loss_scale
     with np.errstate(over="ignore", invalid="ignore"):
-        trainer.step(0)
-    return np.concatenate([p.grad.astype("float32").reshape(-1) for p in trainer.ddp.parameters()])
+        trainer.gradient(0)
+        return np.concatenate([p.grad.astype("float32").reshape(-1) for p in trainer.ddp.parameters()]) / loss_scale
 
 
 def activation_gradients() -> np.ndarray:
@@ -79,7 +97,7 @@ def activation_gradients() -> np.ndarray:
         seen.append(np.abs(grad).reshape(-1))
         return original(node, grad)
 
-    trainer = _trainer("--global-batch 16 --steps 1")
+    trainer = make_trainer(serial(), f"{MODEL} --global-batch 16 --steps 1")
     with patch.object(precision, "backward", watch):
         trainer.step(0)
     values = np.concatenate(seen[1:])  # but that of the loss, with which backward begins
@@ -88,12 +106,14 @@ def activation_gradients() -> np.ndarray:
 
 def sample_gradients(count: int) -> np.ndarray:
     """Return the gradient of one matrix (the first MLP's) for each of `count` samples, (count, 4096) in float32."""
-    trainer = _trainer(f"--global-batch {count} --microbatches {count}")
-    matrix = dict(trainer.model.named_parameters())["h.0.mlp.c_fc.weight"]
+    args = parsed(f"{MODEL} --global-batch {count}")
+    model = args.shape.build(seed=args.seed)
+    batches = Batches(text_for(args), args.seq_len, count, args.order, args.seed)
+    matrix = dict(model.named_parameters())["h.0.mlp.c_fc.weight"]
     rows = []
-    for m in range(count):
-        trainer.ddp.zero_grad()
-        with trainer.ddp.no_sync():
-            trainer.backward_microbatch(0, 0, m)
+    for sample in range(count):
+        model.zero_grad()
+        loss = model.loss_sum(*batches.batch(0, [sample])) / (count * args.seq_len)
+        loss.backward()
         rows.append(matrix.grad.reshape(-1).copy())
     return np.array(rows)

@@ -16,7 +16,7 @@ import numpy as np
 
 import minipar as mp
 from minipar.compare.differences import as_text, compare
-from minipar.record import Record
+from minipar.compare.record import Record
 
 try:
     import torch

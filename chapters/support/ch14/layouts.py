@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,18 +20,18 @@ from pathlib import Path
 
 import numpy as np
 
-from minipar.comm import Communicator, DeviceMesh, run_local
-from minipar.train.config import parse, resolve
+from chapters.support.training import parsed, trainer_for
+from minipar.bench.layouts import ranks_of
+from minipar.comm import Communicator, run_local
 from minipar.train.data import Tokens
-from minipar.train.settings import TrainConfig
-from minipar.train.trainer import Trainer
 
 RATES = ("3e-3", "1e-2")
 DTYPES = ("float64", "float32", "bfloat16")
 STEPS = 100
 LOOKED_AT = (1, 2, 5, 10, 20, 50, 100)  # steps, counted from 1, whose gradients are compared
 BATCH = 8  # samples of a step
-MODEL = "--model llama --layers 8 --hidden 32 --heads 4 --ffn 64 --seq-len 16 --vocab-size 256 --order sequential"
+MODEL = "--model llama --layers 8 --hidden 32 --heads 4 --seq-len 16 --vocab-size 256 --order sequential"
+FFN = 64  # inner size of an MLP
 FSDP = "--dp 2 --zero-stage 3"
 LAYOUTS = {
     "single": "",
@@ -60,7 +60,7 @@ def text() -> Tokens:
     """Return 512 tokens and the first again: four batches, which the steps repeat and the model learns by heart."""
     random = np.random.Generator(np.random.Philox(14))
     ids = random.integers(0, 256, 512)
-    return Tokens(np.append(ids, ids[0]).astype(np.uint8), "a text", 256)
+    return Tokens(np.append(ids, ids[0]).astype(np.uint8), "a text")
 
 
 @dataclass(frozen=True)
@@ -71,41 +71,32 @@ class Run:
     gradients: list[np.ndarray]
 
 
-def config_of(layout: str, dtype: str, lr: str, steps: int = STEPS) -> TrainConfig:
-    """Return the configuration of a layout; a pipeline has a microbatch for each of its ranks."""
+def args_of(layout: str, dtype: str, lr: str, steps: int = STEPS) -> Namespace:
+    """Return the flags of a layout, read; a pipeline has a microbatch for each of its ranks."""
     words = LAYOUTS[layout].split()
-    sizes = {"--dp": 1, "--pp": 1, "--tp": 1, "--cp": 1}
-    for axis in sizes:
-        if axis in words:
-            sizes[axis] = int(words[words.index(axis) + 1])
-    flags = f"{MODEL} {LAYOUTS[layout]} --global-batch {BATCH} --microbatches {sizes['--pp']} --lr {lr}"
-    return resolve(parse(f"{flags} --dtype {dtype} --steps {steps}".split()), math.prod(sizes.values()))
+    microbatches = words[words.index("--pp") + 1] if "--pp" in words else "1"
+    flags = f"{MODEL} {LAYOUTS[layout]} --global-batch {BATCH} --microbatches {microbatches} --lr {lr}"
+    return parsed(f"{flags} --dtype {dtype} --steps {steps}", ranks_of(words), intermediate_size=FFN)
 
 
-def train(comm: Communicator, config: TrainConfig) -> Run:
+def train(comm: Communicator, args: Namespace) -> Run:
     """Train on one rank. The gradients are there on rank 0 only."""
-    sizes = config.mesh
-    mesh = DeviceMesh(comm, dp=sizes.dp, cp=sizes.cp, tp=sizes.tp, pp=sizes.pp)
-    trainer = Trainer(config, mesh, text())
+    trainer = trainer_for(comm, args, text())
     found = Run([], [])
-
-    def look() -> None:
-        if len(found.losses) + 1 in LOOKED_AT:
+    for step in range(args.steps):
+        loss = trainer.gradient(step)
+        if step + 1 in LOOKED_AT:
             gradient = trainer.state_dict(gradients=True)
             if gradient:
                 found.gradients.append(np.concatenate([each.astype(float).reshape(-1) for each in gradient.values()]))
-
-    trainer.gradient_callbacks.append(look)
-    for result in trainer.train():
-        found.losses.append(result.loss)
+        trainer.update(step, loss)
+        found.losses.append(loss)
     return found
 
 
 def run(layout: str, dtype: str, lr: str, steps: int = STEPS) -> Run:
     """Train a layout on threads."""
-    config = config_of(layout, dtype, lr, steps)
-    sizes = config.mesh
-    first: Run = run_local(sizes.dp * sizes.cp * sizes.tp * sizes.pp, train, config)[0]
+    first: Run = run_local(ranks_of(LAYOUTS[layout].split()), train, args_of(layout, dtype, lr, steps))[0]
     return first
 
 

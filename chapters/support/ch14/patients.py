@@ -54,9 +54,8 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -66,16 +65,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from chapters.support.ch14 import layouts
-from minipar.comm import Communicator, DeviceMesh, run_local
+from chapters.support.training import parsed, trainer_for
+from minipar.comm import Communicator, run_local
 from minipar.compare.differences import as_text, compare
+from minipar.compare.recorder import Recorder
 from minipar.compare.records import read_run, read_step
 from minipar.parallel import context
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import Replicate
-from minipar.train.config import parse, resolve
 from minipar.train.data import Tokens
-from minipar.train.recording import Recorder
-from minipar.train.trainer import Trainer
+from minipar.train.trainer import StepResult, Trainer
 
 RECORD = Path(__file__).with_name("patients.json")
 VOCAB = 61
@@ -83,24 +82,29 @@ RECORDED = 24  # steps
 NOISE = 1e-4  # parameters whose gradients are smaller parts of the model's largest are not looked at
 MODEL = "--layers 4 --hidden 24 --heads 4 --seq-len 16 --vocab-size 61 --global-batch 16 --lr 4e-3 --steps 24"
 MEMORIZES = "--lr 1e-2 --steps 100"  # the model and the text of the eighteen layouts
-EXPERTS = "--model mixtral --ffn 32 --experts 4"
+EXPERTS = "--model mixtral"
+SHAPES = {  # by the type of model: what has no flag
+    "gpt2": {},
+    "llama": {"intermediate_size": layouts.FFN},
+    "mixtral": {"intermediate_size": 32, "num_local_experts": 4},
+}
 
 
 class CountsMicrobatchesAsBatches(Trainer):
     """Chapter 4: the gradient is summed over microbatches, each of which was divided by its own tokens."""
 
-    def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
-        self.scaler.scale *= self.config.data.microbatches
-        loss = super().backward_microbatch(step, replica, microbatch)
-        self.scaler.scale /= self.config.data.microbatches
+    def gradient(self, step: int) -> float:
+        self.loss_factor *= self.args.microbatches
+        loss = super().gradient(step)
+        self.loss_factor /= self.args.microbatches
         return loss
 
 
 class SumsWholeGradients(Trainer):
     """Chapter 6: gradients that every tensor-parallel rank has whole are summed over tp."""
 
-    def compute_gradient(self, step: int) -> float:
-        loss = super().compute_gradient(step)
+    def gradient(self, step: int) -> float:
+        loss = super().gradient(step)
         for parameter in self.ddp.parameters():
             if isinstance(parameter.placement.tp, Replicate):
                 parameter.grad *= self.mesh.tp.size
@@ -110,22 +114,22 @@ class SumsWholeGradients(Trainer):
 class AdvancesWithMicrobatches(Trainer):
     """Chapter 9: the schedule of the learning rate advances with every microbatch."""
 
-    def update(self, step: int, loss: float, grad_norm: float) -> int | None:
-        return super().update(step * self.config.data.microbatches, loss, grad_norm)
+    def update(self, step: int, loss: float) -> StepResult:
+        return replace(super().update(step * self.args.microbatches, loss), step=step)
 
 
 class ClipsEachStage(Trainer):
     """Chapter 9: each pipeline stage clips by the norm of its own gradients."""
 
-    def _clip_grad_norm(self, max_norm: float | None) -> float:
+    def clip_grad_norm(self, max_norm: float | None) -> float:
         return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.norm_comm, self.mesh.tp, None)
 
 
 class MultipliesExperts(Trainer):
     """Chapter 12: the gradients of experts are multiplied by ep."""
 
-    def compute_gradient(self, step: int) -> float:
-        loss = super().compute_gradient(step)
+    def gradient(self, step: int) -> float:
+        loss = super().gradient(step)
         for name, parameter in self.model.named_parameters():
             if ".experts." in name:
                 parameter.grad *= self.mesh.ep.size
@@ -139,8 +143,8 @@ class ForgetsZeroGrad(Trainer):
         super().__init__(*arguments)
         self.before: list[np.ndarray] = []
 
-    def compute_gradient(self, step: int) -> float:
-        loss = super().compute_gradient(step)
+    def gradient(self, step: int) -> float:
+        loss = super().gradient(step)
         for parameter, old in zip(self.ddp.parameters(), self.before, strict=False):
             parameter.grad += old
         self.before = [parameter.grad.copy() for parameter in self.ddp.parameters()]
@@ -203,23 +207,21 @@ def text() -> Tokens:
     ids = [0]
     for choice in random.integers(0, 4, 8000):
         ids.append(int(followers[ids[-1], choice]))
-    return Tokens(np.array(ids, np.uint8), "a text", VOCAB)
+    return Tokens(np.array(ids, np.uint8), "a text")
 
 
 def train(
     comm: Communicator, flags: str, tokens: Tokens, kind: type[Trainer], directory: str, most_steps: int | None = None
 ) -> list[list[float]]:
     """Train on one rank and record, for `most_steps` steps at most. Return each step's loss and gradient norm."""
-    config = resolve(parse(flags.split(), comm.rank), comm.size)
-    sizes = config.mesh
-    mesh = DeviceMesh(comm, dp=sizes.dp, cp=sizes.cp, tp=sizes.tp, pp=sizes.pp, ep=sizes.ep)
-    trainer = kind(config, mesh, tokens)
+    args = parsed(flags, comm.size)
+    args.shape = replace(args.shape, **SHAPES[args.shape.model_type])
+    trainer = trainer_for(comm, args, tokens, kind)
     recorder = Recorder(trainer, directory)
     results = []
-    for result in islice(trainer.train(), most_steps):
-        results.append(result)
-        if len(results) == RECORDED:
-            recorder.stop()
+    for step in range(args.steps if most_steps is None else most_steps):
+        take_step = recorder.step if step < RECORDED else trainer.step
+        results.append(take_step(step))
     return [[result.loss for result in results], [result.grad_norm for result in results]]
 
 

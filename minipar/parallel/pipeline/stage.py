@@ -169,6 +169,24 @@ class PipelineExecutor:
             message.wait()
         self._sent = []
 
+    def forward(self, tokens: Array) -> Tensor | None:
+        """Run one sample, (1, T), through all stages, without a schedule; return the logits on the last stage's rank.
+
+        All ranks of the pipeline call it. Sends T h elements over each cut between ranks.
+        """
+        home = self.schedule.home
+        last = len(home) - 1
+        x: Tensor | Array = tokens
+        for number, stage in sorted(self.stages.items()):
+            if number > 0 and home[number - 1] != self.comm.rank:
+                received = xp.empty((1, *self.shape[1:]), dtype=self.dtype)
+                x = Tensor(self.comm.irecv(received, home[number - 1], number).wait())
+            for segment in stage.segments:
+                x = segment.run(x)
+            if number < last and home[number + 1] != self.comm.rank:
+                self.comm.isend(xp.ascontiguousarray(x.data), home[number + 1], number + 1).wait()
+        return x if isinstance(x, Tensor) and home[last] == self.comm.rank else None
+
     def _compute(self, action: Action, tokens: Tokens, loss: Loss, scale: float, around: Around) -> None:
         """Run one computation; the other arguments are those of `run`."""
         s, m = action.stage, action.microbatch

@@ -12,7 +12,6 @@ from minipar.bench import layouts, machine
 from minipar.bench.costs import BLOCKS, PIECES, Costs, Shape, amounts_of, fit, fit_costs, flops
 from minipar.plan.layout import Layout
 from minipar.plan.model import ModelShape
-from minipar.train.settings import ModelConfig
 
 
 def bench(ranks, *arguments):
@@ -108,9 +107,9 @@ def test_the_planner_gets_the_pieces_of_a_layouts_shape(recompute, sequence):
 
 
 def test_layouts_gives_time_and_memory_of_each_layout():
-    flags = "layouts --layers 8 --hidden 16 --heads 4 --seq-len 8 --vocab-size 16 --global-batch 32 --repeat 2"
-    rows = bench(4, *flags.split())
-    assert len(rows) == len(layouts.configs(ModelConfig(8, 16, 4, 8, 16), 32, 4)) > 15
+    sizes = "--layers 8 --hidden 16 --heads 4 --seq-len 8 --vocab-size 16 --global-batch 32"
+    rows = bench(4, "layouts", *sizes.split(), "--repeat", "2")
+    assert len(rows) == len(layouts.runs_of(sizes, 4)) > 15
     assert {row["ranks"] for row in rows} == {1, 2, 4}
     for row in rows:
         assert row["dp"] * row["tp"] * row["pp"] == row["ranks"] == len(row["ranks_peak_bytes"])
@@ -125,12 +124,12 @@ def test_layouts_gives_time_and_memory_of_each_layout():
 
 
 def test_the_layouts_use_every_kind_of_parallelism():
-    resolved = layouts.configs(ModelConfig(8, 256, 8, 64, 256), 32, 8)
-    assert 20 <= len(resolved) == len(set(resolved))
-    assert {layouts.layout_of(config).gpus for config in resolved} == {1, 2, 4, 8}
-    assert {config.mesh.zero_stage for config in resolved} == {0, 1, 2, 3}
-    assert {config.data.global_batch for config in resolved} == {32}
+    runs = layouts.runs_of("--layers 8 --hidden 256 --heads 8 --global-batch 32", 8)
+    assert 20 <= len(runs) == len({str(args) for args in runs})
+    assert {layouts.layout_of(args).gpus for args in runs} == {1, 2, 4, 8}
+    assert {args.zero_stage for args in runs} == {0, 1, 2, 3}
+    assert {args.global_batch for args in runs} == {32}
     for axis in ("dp", "tp", "pp"):
-        assert {getattr(config.mesh, axis) for config in resolved} == {1, 2, 4, 8}
-    schedules = {config.mesh.schedule for config in resolved if config.mesh.pp > 1}
+        assert {getattr(args, axis) for args in runs} == {1, 2, 4, 8}
+    schedules = {args.schedule for args in runs if args.pp > 1}
     assert {"naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1"} <= schedules

@@ -14,7 +14,7 @@ from minipar.comm import run_local, wire_bytes
 from minipar.train.data import Batches, load_tokens
 
 SAMPLES, LENGTH = 1, 4
-TEXT = load_tokens(None, vocab_size=256, seq_len=LENGTH)
+TEXT = load_tokens(None, 256, LENGTH)
 CONFIG = mp.GPTConfig(vocab_size=256, n_positions=LENGTH, n_embd=4, n_layer=1, n_head=1)
 
 
@@ -31,7 +31,7 @@ def names(comm, shown):
         "RATE": 3e-3,
         "Psi": sum(parameter.size for parameter in mp.GPT(CONFIG, dtype="float64").parameters()),
         "config": CONFIG,
-        "batches": Batches(TEXT, seq_len=LENGTH, global_batch=d * SAMPLES, order="random", seed=0),
+        "batches": Batches(TEXT, LENGTH, d * SAMPLES, "random", 0),
         "np": np,
         "mp": mp,
         "partial": partial,

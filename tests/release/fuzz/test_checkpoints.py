@@ -1,27 +1,23 @@
-"""Checkpoints: manifests and rank files, changed at random, also with a checksum and digests that fit again."""
+"""Checkpoints: arrays and run.json that are cut, damaged, missing, or no files, and runs under other names."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from fuzz.harness import ROOT
-from fuzz.strategies import changed, damaged, or_no_file, to_json
-from fuzz.test_train import BIN, SHORT, SIZES, TRAIN, tensors
+from fuzz.strategies import damaged
+from fuzz.test_train import BIN, SHORT, SIZES, TRAIN
 from fuzz.worker import Case
 from hypothesis import strategies as st
 
-from minipar.train.manifest import checksum
-
 STEP = "s/step-00000001"
-# Always with --steps: a manifest that says 10,000 makes a long training, which is no defect.
+RUN, ARRAY = f"{STEP}/run.json", f"{STEP}/exp_avg/wpe.weight.npy"
+HEADER = 128  # bytes of an array's file; what they say is Python, which NumPy reads
 RESUME = Case(("--resume", "s", "--steps", "2", "--data", "d.bin"))
 
 
@@ -39,49 +35,25 @@ def saved() -> dict[str, bytes]:
             check=True,
             capture_output=True,
         )
-        return {f"{STEP}/{path.name}": path.read_bytes() for path in Path(directory, STEP).iterdir()}
-
-
-MANIFEST, RANK = f"{STEP}/manifest.json", f"{STEP}/rank-00000.safetensors"
-
-
-def signed(manifest: Any) -> bytes:
-    """Write a manifest with a checksum that fits, where it can have one."""
-    text = to_json(manifest)
-    try:
-        read = json.loads(text)
-        text = to_json(read | {"checksum": checksum(read)})
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        pass  # not JSON, or not an object
-    return text.encode("utf-8", "surrogatepass")
+        paths = [path for path in Path(directory, STEP).rglob("*") if path.is_file()]
+        return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Case:
     files: dict[str, bytes | str] = dict(saved())
-    kind = draw(st.sampled_from(("signed", "signed", "signed", "forged", "manifest", "tensors", "bytes", "listing")))
-    if kind == "signed":
-        files[MANIFEST] = signed(draw(changed(json.loads(saved()[MANIFEST]), most=2)))
-    elif kind == "forged":
-        data = draw(tensors(saved()[RANK]))
-        manifest = json.loads(saved()[MANIFEST])
-        manifest["files"][0] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        files |= {RANK: data, MANIFEST: signed(manifest)}
-    elif kind == "manifest":
-        manifest = changed(json.loads(saved()[MANIFEST]))
-        values = manifest.map(lambda value: to_json(value).encode("utf-8", "surrogatepass"))
-        files[MANIFEST] = draw(or_no_file(values.flatmap(damaged)))
-    elif kind == "tensors":
-        files[RANK] = draw(tensors(saved()[RANK]))
-    elif kind == "bytes":
-        path = draw(st.sampled_from((MANIFEST, RANK)))
-        files[path] = draw(damaged(saved()[path]))
+    kind = draw(st.sampled_from(("array", "array", "array", "run", "listing")))
+    if kind == "array":
+        path = draw(st.sampled_from(sorted(set(files) - {RUN})))
+        files[path] = saved()[path][:HEADER] + draw(damaged(saved()[path][HEADER:]))
+        if draw(st.booleans()):
+            files[path] = saved()[path][: draw(st.integers(0, len(saved()[path])))]
+    elif kind == "run":  # a value of another kind is not looked for: whoever writes one has made it on purpose
+        files[RUN] = saved()[RUN][: draw(st.integers(0, len(saved()[RUN])))]
     else:
-        path = draw(
-            st.sampled_from((MANIFEST, RANK, f"{STEP}/other", f"{STEP}.partial/manifest.json", "s/step-00000009"))
-        )
+        path = draw(st.sampled_from((RUN, ARRAY, f"{STEP}/other", f"{STEP}.partial/run.json", "s/step-00000009")))
         files.pop(path, None)
-        content = draw(st.sampled_from(("directory", "fifo", "-> /dev/zero", "-> manifest.json", b"", None)))
+        content = draw(st.sampled_from(("directory", "-> /dev/zero", "-> run.json", b"", None)))
         files |= {} if content is None else {path: content}
     argv = draw(st.sampled_from((RESUME.argv, ("--resume", STEP, *RESUME.argv[2:]), ("--resume", "s", "--steps", "2"))))
     return Case(argv, files | {"d.bin": BIN})

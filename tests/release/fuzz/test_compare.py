@@ -11,7 +11,7 @@ from fuzz.strategies import cases, changed, command_lines, damaged, or_no_file, 
 from fuzz.worker import Case
 from hypothesis import strategies as st
 
-from minipar.record import Record
+from minipar.compare.record import Record
 
 MAIN = "fuzz.worker:compare"
 FACTS = {"dtype": "float64", "dp": 2, "tokens": 64}

@@ -13,7 +13,6 @@ MAIN = "minipar.generate:main"
 FLAGS = {
     "--prompt": ["def ", "", "é\n", "\x00"],
     "--temperature": ["0", "0.7", "1e-300", "1e300", "inf"],
-    "--top-k": ["1", "5", "256", "1000000"],
     "--seed": ["0", "1"],
     "--from": ["m", "missing", "empty", "m/config.json", "auto"],
 }

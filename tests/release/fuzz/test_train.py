@@ -8,7 +8,7 @@ import struct
 from functools import cache
 from typing import Any
 
-from fuzz.strategies import changed, command_lines, damaged, json_files, names, or_no_file, to_json
+from fuzz.strategies import changed, command_lines, damaged, names, or_no_file, to_json
 from fuzz.worker import Case
 from hypothesis import strategies as st
 
@@ -19,24 +19,32 @@ SHORT = "--seq-len 4 --global-batch 1 --steps 1".split()
 WARM = Case((*SIZES, *SHORT, "--data", "d.bin", "--save", "s", "--export", "e"), {"d.bin": BIN})
 
 
+def is_no_fifo(content: bytes | str) -> bool:
+    """Leave out named pipes: a program waits for what is written into one."""
+    return content != "fifo"
+
+
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def data_case(name: str, content: bytes | str, flag: str, order: str) -> Case:
-    argv = [*SIZES, *SHORT, "--order", order, flag, name]
-    argv += ["--data", "d.bin", "--eval-every", "1"] if flag == "--eval-data" else []
-    return Case(tuple(argv), {"d.bin": BIN, name: content})
+def data_case(name: str, content: bytes | str, evaluates: bool, order: str) -> Case:
+    argv = [*SIZES, *SHORT, "--order", order, "--data", name]
+    argv += ["--eval-every", "1"] if evaluates else []
+    return Case(tuple(argv), {name: content})
 
 
 def test_a_data_file_is_trained_on_or_refused(fuzzed):
     ids = st.lists(st.integers(0, 17) | st.sampled_from((15, 65535)), max_size=60)
     binary = ids.map(lambda values: struct.pack(f"<{len(values)}H", *values)).flatmap(damaged)
     text = st.lists(st.integers(0, 16), max_size=60).map(bytes).flatmap(damaged)
-    files = st.one_of(st.tuples(names(".bin"), or_no_file(binary)), st.tuples(names(".txt"), or_no_file(text)))
+    files = st.one_of(
+        st.tuples(names(".bin"), or_no_file(binary).filter(is_no_fifo)),
+        st.tuples(names(".txt"), or_no_file(text).filter(is_no_fifo)),
+    )
     strategy = st.builds(
-        lambda file, flag, order: data_case(*file, flag, order),
+        lambda file, evaluates, order: data_case(*file, evaluates, order),
         files,
-        st.sampled_from(("--data", "--data", "--eval-data")),
+        st.sampled_from((False, False, True)),
         st.sampled_from(("random", "sequential")),
     )
     count = fuzzed(TRAIN, strategy, share=0.08, warm=WARM)
@@ -89,11 +97,14 @@ def model_directories(draw: st.DrawFn) -> Case:
         files["m/a.safetensors"] = files.pop("m/model.safetensors")
         names = [name for name in header_of(model["model.safetensors"]) if name != "__metadata__"]
         index = {"metadata": {}, "weight_map": dict.fromkeys(names, "a.safetensors")}
-        files["m/model.safetensors.index.json"] = draw(or_no_file(json_files(index)))
+        files["m/model.safetensors.index.json"] = draw(
+            or_no_file(damaged(json.dumps(index).encode())).filter(is_no_fifo)
+        )
     elif draw(st.booleans()):
-        files["m/config.json"] = draw(or_no_file(json_files(json.loads(model["config.json"]))))
+        config = damaged(model["config.json"])
+        files["m/config.json"] = draw(or_no_file(config).filter(is_no_fifo))
     else:
-        files["m/model.safetensors"] = draw(or_no_file(tensors(model["model.safetensors"])))
+        files["m/model.safetensors"] = draw(or_no_file(tensors(model["model.safetensors"])).filter(is_no_fifo))
     if draw(st.integers(0, 19)) == 0:
         del files[draw(st.sampled_from(sorted(files)))]
     return Case(
@@ -118,63 +129,45 @@ FLAGS = {
     "--sequence-parallel": [],
     "--cp": ["1", "2", "3", "0"],
     "--context-parallel": ["ring", "all-gather", "ulysses"],
-    "--cp-order": ["zigzag", "contiguous"],
     "--ep": ["1", "2", "3", "0"],
-    "--etp": ["1", "2", "3", "0"],
     "--zero-stage": ["0", "1", "2", "3"],
     "--zero-replicas": ["1", "2", "3", "0"],
     "--sync-every-microbatch": [],
-    "--memory-limit": ["1", "1.5MB", "512 KiB", "1e9"],
     "--layers": ["1", "2"],
     "--hidden": ["4", "8"],
     "--heads": ["1", "2", "3"],
     "--seq-len": ["1", "4", "39", "40"],
     "--vocab-size": ["16", "1", "256", "70000"],
     "--model": ["gpt2", "llama", "mixtral"],
-    "--kv-heads": ["1", "2", "3"],
-    "--ffn": ["1", "4", "1000000000000"],
-    "--experts": ["1", "3", "1000000000000"],
-    "--top-k": ["1", "2", "3"],
-    "--aux-loss": ["0.1", "1e308", "-1"],
-    "--capacity-factor": ["0.5", "1e308", "1e-308", "0"],
-    "--router-bias": ["0.1", "1e308", "-1"],
     "--init-from": ["missing", "directory"],
     "--data": ["d.bin", "missing", "directory"],
     "--order": ["random", "sequential"],
-    "--pack": ["0", "3", "16", "-1"],
     "--global-batch": ["1", "4"],
     "--microbatches": ["1", "2"],
     "--eval-every": ["1", "2"],
-    "--eval-data": ["d.bin", "missing"],
     "--steps": ["1", "2"],
     "--lr": ["1e-3", "1e6", "3e38", "1e-320"],
     "--lr-schedule": ["constant", "cosine"],
     "--warmup-steps": ["0", "1"],
     "--betas": ["0.9 0.99", "0 0", "0.9", "1 1"],
-    "--eps": ["1e-8", "1e-320", "1e300"],
     "--weight-decay": ["0", "1e300"],
     "--dropout": ["0.5", "0.999999"],
     "--clip-grad": ["1", "1e-320"],
     "--seed": ["0", "18000000000000000000"],
     "--dtype": ["float32", "float64", "bf16", "fp16", "fp8"],
-    "--gradients": ["fp32", "bf16", "fp16", "float64"],
-    "--reduce-dtype": ["fp32", "bf16", "float16"],
-    "--skip-nonfinite": [],
     "--device": ["cpu", "gpu"],  # not cuda: it would load CuPy and, where there is one, a GPU
     "--recompute": ["none", "full"],
-    "--attention": ["auto", "blockwise", "full"],
-    "--reduction": ["ring", "ordered"],
-    "--metrics": ["o.jsonl", "-", "new/o.jsonl", "directory", "/dev/full", "/dev/null"],
-    "--trace": ["o.json", "new/t.json", "directory", "/dev/full"],
+    "--reduction": ["ring", "ordered", "tree"],
+    "--metrics": ["o.jsonl", "new/o.jsonl", "directory", "/dev/null"],
+    "--trace": ["o.json", "new/t.json", "directory"],
     "--clock": ["wall", "cpu", "model"],
-    "--memory": ["o.json", "m.json", "/dev/full"],
-    "--record": ["r", "directory", "/dev/full"],
+    "--memory": ["o.json", "m.json"],
+    "--record": ["r", "directory"],
     "--network": ["1e-6 1e-9", "0 0", "1e300 1e300"],
     "--save": ["s", "new/s", "d.bin", "directory"],
     "--save-every": ["1", "2"],
-    "--resume": ["missing", "directory", "s", "auto"],
+    "--resume": ["missing", "directory", "s"],
     "--export": ["e", "new/e", "d.bin", "directory"],
-    "--export-dtype": ["fp32", "bf16", "float64"],
     "--verify": [],
 }
 VALID = {
@@ -208,6 +201,6 @@ def test_flags_train_or_are_refused(fuzzed):
 
 
 def test_every_flag_is_fuzzed():
-    from minipar.train.settings import TrainConfig, flags
+    from minipar.train.flags import make_parser
 
-    assert {flag for _, _, flag, _ in flags(TrainConfig())} == set(FLAGS)
+    assert {action.option_strings[-1] for action in make_parser(False)._actions} == {*FLAGS, "--help", "--version"}

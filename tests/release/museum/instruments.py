@@ -7,35 +7,32 @@ run itself goes on without a check, as it would in a framework that has none.
 """
 
 import argparse
+import copy
 import hashlib
 import json
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 from training import config_for, ranks_of, trainer_for
 
-from minipar.bench.layouts import framework_of, layout_of
+from minipar.bench.layouts import framework_of, layout_of, shape_of, step_layout
 from minipar.comm import run_local
+from minipar.compare.recorder import Recorder
 from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.parallel.memory import OF_DTYPE, model_state
-from minipar.parallel.pipeline import check as checker
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
-from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import memory
-from minipar.train.checkpoint import prepare_directory
-from minipar.train.config import schedule_of
+from minipar.train import checkpoint, parallelize
 from minipar.train.data import Tokens
-from minipar.train.from_config import step_layout
-from minipar.train.recording import Recorder
-from minipar.train.settings import TrainConfig
 from minipar.train.trainer import Trainer
-from minipar.train.verify import Verifier
+from minipar.train.verify import OneDevice, verify
 
 STEPS = 20
 RECORDED = 2  # steps: compare stops at the first that differs
@@ -52,11 +49,11 @@ def text() -> Tokens:
     ids = [0]
     for choice in random.integers(0, 4, 4000):
         ids.append(int(followers[ids[-1], choice]))
-    return Tokens(np.array(ids, np.uint8), "a text", VOCAB)
+    return Tokens(np.array(ids, np.uint8), "a text")
 
 
-def configuration(flags: str, steps: int = STEPS) -> TrainConfig:
-    """Return the resolved configuration of a run of the small model."""
+def configuration(flags: str, steps: int = STEPS) -> Namespace:
+    """Return the flags of a run of the small model."""
     return config_for(f"{MODEL} --steps {steps} {flags}")
 
 
@@ -71,58 +68,54 @@ def digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for name, p in trainer.model.named_parameters():
         is_here = p.make is None and p.placement.pp == place["pp"]
         is_copy = trainer.pipeline is not None and p is trainer.model.wte.weight and p.make is None
-        if trainer.config.mesh.zero_stage < 3 and (is_here or is_copy):
+        if trainer.args.zero_stage < 3 and (is_here or is_copy):
             part = p.placement.tp.rank if isinstance(p.placement.tp, Shard) else "all"
             experts = "" if p.placement.ep is None else f", experts of ep rank {p.placement.ep}"
             yield f"{name}, part {part}{experts}", hashlib.sha256(np.ascontiguousarray(p.data)).hexdigest()
 
 
-def planned_peak(config: TrainConfig) -> float:
+def planned_peak(args: Namespace) -> float:
     """Compute the planner's bytes of the fullest rank. Of each sample a context-parallel rank computes T/c tokens."""
-    sizes, is_gpt2 = config.model, config.model.model == "gpt2"
-    size = sizes.layers, sizes.hidden, sizes.heads, sizes.vocab_size
-    llama = {"tied": False, "gated": True, "biases": False, "norm_biases": False}
-    options = {"positions": sizes.seq_len} if is_gpt2 else {"kv_heads": sizes.kv_heads, "ffn": sizes.ffn, **llama}
-    options |= {"experts": sizes.experts, "top_k": sizes.top_k} if sizes.model == "mixtral" else {}
-    length = sizes.seq_len // config.mesh.cp
-    layout = layout_of(replace(config, mesh=replace(config.mesh, cp=1)))
-    return memory(ModelShape(*size, **options), layout, length, framework_of(config)).total
+    alone = copy.copy(args)
+    alone.cp = 1
+    model = shape_of(args)
+    if model.positions:
+        model = replace(model, positions=args.seq_len)
+    return memory(model, layout_of(alone), args.seq_len // args.cp, framework_of(args)).total
 
 
-def predicted_state(config: TrainConfig, place: dict[str, int]) -> list[int]:
+def predicted_state(args: Namespace, place: dict[str, int]) -> list[int]:
     """Compute the bytes of parameters, gradients and optimizer state on a rank by the closed forms."""
-    placements = step_layout(config).placements(**place)
-    psi, own = sum(p.dp.size for p in placements), sum(len(p.dp.own) for p in placements)
-    accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
-    state = model_state(psi, own, config.mesh.zero_stage, OF_DTYPE[config.run.dtype], accumulating)
+    placements = step_layout(args).placements(**place)
+    psi = sum(placement.dp.size for placement in placements)
+    own = sum(len(placement.dp.own) for placement in placements)
+    accumulating = args.microbatches > 1 and not args.sync_every_microbatch
+    state = model_state(psi, own, args.zero_stage, OF_DTYPE[args.dtype], accumulating)
     return [getattr(state, kind) for kind in STATE]
 
 
-def look_at_rank(comm, config: TrainConfig, tokens: Tokens, record: str | None) -> dict:
+def look_at_rank(comm, args: Namespace, tokens: Tokens, record: str | None) -> dict:
     """Train on one rank, and return what its instruments read."""
     ledger = MemoryLedger()
     results = []
     with ledger.recording():
-        trainer = trainer_for(config, tokens, comm)
+        trainer = trainer_for(copy.copy(args), tokens, comm)  # a mistake may change the flags
         recorder = None if record is None else Recorder(trainer, record)
-        verifier = Verifier(trainer)
-        for result in trainer.train():
-            results.append(result)
-            verifier.check_step(result)
-            if recorder is not None and len(results) == RECORDED:
-                recorder.stop()
+        for step in range(trainer.first_step, args.steps):
+            is_recorded = recorder is not None and len(results) < RECORDED
+            results.append(recorder.step(step) if is_recorded else trainer.step(step))
             sent = {axis: comm.traffic.bytes(axis=axis) for axis in trainer.mesh.AXES}
             comm.traffic.reset()
-    place = trainer.mesh.coordinates
+    verdict = verify(trainer, results)
     most = [max(held[i] for _, held in ledger.moments) for i in range(len(STATE))]  # in the last step
     return {
         "losses": [result.loss for result in results],
         "norms": [result.grad_norm for result in results],
         "digests": dict(digests(trainer)),
-        "bytes": sent == predicted_traffic(step_layout(config), comm.rank),
-        "state": most == predicted_state(config, place),
+        "bytes": sent == predicted_traffic(step_layout(args), comm.rank),
+        "state": most == predicted_state(args, trainer.mesh.coordinates),
         "peak": ledger.peak,
-        "verified": verifier.verdict().passed,
+        "verified": verdict.passed,
     }
 
 
@@ -140,38 +133,36 @@ def look(flags: str, resume_after: int | None = None, record: str | None = None)
                 trainer = trainer_for(first, tokens, comm)
                 for _ in trainer.train():
                     pass
-                if comm.rank == 0:
-                    prepare_directory(folder, 0)
-                trainer.save(folder, resume_after)
+                checkpoint.save(trainer, folder, resume_after)
 
             run_local(ranks_of(first), save)
             flags += f" --resume {folder}"
-        config = configuration(flags)
-        ranks = run_local(ranks_of(config), look_at_rank, config, tokens, record)
-    planned = planned_peak(config)
+        args = configuration(flags)
+        ranks = run_local(ranks_of(args), look_at_rank, args, tokens, record)
+    planned = planned_peak(args)
     together: dict[str, set[str]] = {}
     for rank in ranks:
         for name, digest in rank["digests"].items():
             together.setdefault(name, set()).add(digest)
+    peak = max(rank["peak"] for rank in ranks)
+    is_planned = abs(peak / planned - 1) <= PLANNED
     return {
         "losses": ranks[0]["losses"],
         "norms": ranks[0]["norms"],
         "ranks": any(len(found) > 1 for found in together.values()),
         "verify": not ranks[0]["verified"],
         "bytes": not all(rank["bytes"] for rank in ranks),
-        "memory": not (
-            all(rank["state"] for rank in ranks) and abs(max(rank["peak"] for rank in ranks) / planned - 1) <= PLANNED
-        ),
-        "schedule": rejected(config),
+        "memory": not (is_planned and all(rank["state"] for rank in ranks)),
+        "schedule": rejected(args),
     }
 
 
-def rejected(config: TrainConfig) -> bool | None:
+def rejected(args: Namespace) -> bool | None:
     """Return whether the checker refuses the run's schedule, None if it has none."""
-    if config.mesh.pp == 1:
+    if args.pp == 1:
         return None
     try:
-        check(schedule_of(config))
+        check(parallelize.schedule_of(args, args.pp))
     except UsageError:
         return True
     return False
@@ -183,7 +174,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--resume-after", type=int)
     parser.add_argument("--record")
     options, flags = parser.parse_known_args(argv)
-    checker.check = lambda schedule: None
+    parallelize.check = lambda schedule: None
+    OneDevice.after_action = lambda trainer, action: None  # exhibit 20 changes the flags of the one device, too
     print(json.dumps(look(" ".join(flags), options.resume_after, options.record)))
 
 

@@ -16,17 +16,16 @@ from minipar.bench.layouts import (
     LAYOUTS,
     RECORDED,
     agreement,
-    configs,
     framework_of,
     layout_of,
     predict,
+    runs_of,
     shape_of,
 )  # fmt: skip
 from minipar.bench.pipeline import random_tokens
 from minipar.comm import DeviceMesh, Network, run_local
 from minipar.memory import MemoryLedger
 from minipar.plan.rank_bytes import memory
-from minipar.train.settings import ModelConfig
 from minipar.train.trainer import Trainer
 
 RECORD = json.loads((Path(__file__).parent / "recorded" / "calibration.json").read_text())
@@ -38,11 +37,10 @@ def machine_of(constants):
 
 
 def predicted_rows(machine):
-    model = dict(RECORD["model"])
-    resolved = configs(ModelConfig(**{k: v for k, v in model.items() if k != "global_batch"}), model["global_batch"], 8)
+    sizes = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in RECORD["model"].items())
     rows = []
-    for row, config in zip(RECORD["layouts"], resolved, strict=True):
-        time, held = predict(config, machine, model["seq_len"])
+    for row, args in zip(RECORD["layouts"], runs_of(sizes, 8), strict=True):
+        time, held = predict(args, machine)
         rows.append(row | {"predicted_seconds": time.total, "predicted_bytes": held.total})
     return rows
 
@@ -63,19 +61,19 @@ def test_with_a_constant_wrong_by_four_they_disagree(wrong):
 
 @pytest.mark.parametrize("which", range(len(LAYOUTS)), ids=[flags or "one device" for flags in LAYOUTS])
 def test_memory_is_within_10_percent_of_the_ledger(which):
-    resolved = configs(ModelConfig(8, 64, 8, 32, 64), 32, 8)
-    config = resolved[which]
+    sizes = "--layers 8 --hidden 64 --heads 8 --seq-len 32 --vocab-size 64 --global-batch 32"
+    args = runs_of(sizes, 8)[which]
 
     def peak(comm):
         ledger = MemoryLedger()
         with ledger.recording():
-            trainer = Trainer(config, DeviceMesh(comm, tp=config.mesh.tp, pp=config.mesh.pp), random_tokens(config))
+            trainer = Trainer(args, DeviceMesh(comm, tp=args.tp, pp=args.pp), random_tokens(args))
             for step in range(RECORDED):
                 trainer.step(step)
         return ledger.peak
 
-    predicted = memory(shape_of(config), layout_of(config), 32, framework_of(config)).total
-    assert predicted == pytest.approx(max(run_local(layout_of(config).gpus, peak)), rel=0.10)
+    predicted = memory(shape_of(args), layout_of(args), 32, framework_of(args)).total
+    assert predicted == pytest.approx(max(run_local(layout_of(args).gpus, peak)), rel=0.10)
 
 
 def test_a_machine_is_read_as_the_bench_writes_it(tmp_path):

@@ -49,7 +49,7 @@ STEPS = [
     (3e-4, 1e9, f"{TIMED} --cp 2 --pp 2 --microbatches 4"),
     (2e-2, 1e10, f"{ROUTED} --dp 2 --cp 2 --ep 4"),
     (2e-2, 3e11, f"{ROUTED} --dp 2 --ep 2 --recompute full"),
-    (2e-2, 1e10, f"{ROUTED} --dp 4 --tp 2 --ep 2 --etp 1 --sequence-parallel"),
+    (2e-2, 1e10, f"{ROUTED} --dp 4 --tp 2 --ep 2 --sequence-parallel"),
 ]
 
 
@@ -60,13 +60,13 @@ def test_a_step_takes_the_predicted_time(bound, flops, flags):
 
 
 RUNS = [
-    *(f"--cp 4 --context-parallel {method} --cp-order contiguous" for method in ("ring", "ulysses")),
+    "--cp 4 --context-parallel ulysses",
     f"--cp 4 --seq-len 256 --global-batch 4 {LLAMA}",
     "--cp 2 --tp 2 --sequence-parallel --zero-stage 1",
     f"--dp 4 --ep 2 --zero-stage 3 {EXPERTS}",
     f"--dp 4 --ep 2 --zero-stage 2 --microbatches 2 --seq-len 256 --global-batch 8 {EXPERTS}",
     f"--dp 2 --pp 2 --ep 2 --microbatches 4 --schedule zb-h1 --zero-stage 1 {EXPERTS}",
-    f"--cp 2 --tp 2 --etp 1 --ep 4 --sequence-parallel --zero-stage 3 {EXPERTS}",
+    f"--dp 2 --cp 2 --tp 2 --ep 4 --sequence-parallel --zero-stage 3 {EXPERTS}",
 ]
 
 

@@ -19,7 +19,7 @@ SIZES = (1, 2, 3, 4, 8)
 AXES = {
     "layout": [sizes for sizes in itertools.product(SIZES, repeat=3) if np.prod(sizes) <= 8],  # dp, tp, pp
     "context": [
-        "", "--cp 2", "--cp 3", "--cp 8", "--cp 4 --cp-order contiguous", "--cp 2 --context-parallel all-gather",
+        "", "--cp 2", "--cp 3", "--cp 4", "--cp 8", "--cp 2 --context-parallel all-gather",
         "--cp 2 --context-parallel ulysses",
     ],
     "schedule": [None, *SCHEDULES],
@@ -58,8 +58,10 @@ def legal(some: dict) -> bool:
             return False  # microbatches go through in groups of pp
     if some.get("dropout") and some.get("model") in ("llama", "mixtral"):
         return False  # which have none
-    if some.get("dropout") and some.get("context", "") and "ulysses" not in some["context"]:
-        return False  # no rank has all probabilities of a head
+    if some.get("dropout") and (some.get("context") or some.get("sequence") or tp not in (None, 1)):
+        return False  # a rank of tp or cp has a part of the activations alone
+    if some.get("dropout") and some.get("layout") == (1, 1, 1):
+        return False  # it has two ranks with cp alone
     return not (some.get("sequence") and tp == 1)
 
 
@@ -75,8 +77,8 @@ def every_legal_pair() -> set:
         some = dict(zip(AXES, values, strict=False))
         if legal(some):
             found |= pairs(some)
-    # The last six axes go with everything, but for stage 0 and replicas of shards, and dropout with Llama, Mixtral, or
-    # a ring or an all-gather of keys.
+    # The last six axes go with everything, but for stage 0 and replicas of shards, and dropout with Llama, Mixtral, tp
+    # and cp.
     single = {item for pair in found for item in pair}
     free = [(axis, value) for axis in list(AXES)[6:] for value in AXES[axis]]
     found |= {(a, b) for a, b in itertools.product(single, free) if legal(dict([a, b]))}

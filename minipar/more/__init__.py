@@ -1,0 +1,1 @@
+"""Later axes: packages that import the core, and that the core never names."""

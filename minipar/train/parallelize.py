@@ -1,0 +1,91 @@
+"""The page where the strategies meet: each is applied to the serial model in turn, axis by axis of the mesh.
+
+NB: torchtitan has such a function for each kind of model, for example `parallelize_llama`.
+"""
+
+from argparse import Namespace
+
+import numpy as np
+
+from minipar.comm.mesh import DeviceMesh
+from minipar.nn.transformer import LanguageModel
+from minipar.parallel.context import context_parallel
+from minipar.parallel.expert import expert_parallel
+from minipar.parallel.groups import by_unit
+from minipar.parallel.pipeline.actions import Schedule
+from minipar.parallel.pipeline.check import check
+from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, PipelineStage, segment_groups
+from minipar.parallel.tensor.plan import TensorParallel, tensor_parallel
+from minipar.parallel.token_order import ContextParallel
+from minipar.parallel.tree import leaf_count
+from minipar.parallel.wrap import DataParallel, shard
+
+Strategies = tuple[DataParallel, ContextParallel, TensorParallel | None, PipelineParallel | None, PipelineExecutor]
+
+
+def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Strategies:
+    """Apply context, tensor, expert, pipeline and data parallelism to a serial model, in place.
+
+    Return the strategy of each axis; tensor and pipeline parallelism are None if their axis has one rank. The optimizer
+    takes the parameters of the first, and the last runs a step's schedule.
+    """
+    # Gradients of 2 bytes are added up, and summed over ranks, in float32.
+    sums = "float32" if np.dtype(args.dtype).itemsize == 2 else None
+
+    # Context parallelism: each rank of cp has a part of every sample's tokens. Attention also needs the keys and
+    # values of the other parts, which the ranks send to one another.
+    context = context_parallel(model, mesh.cp, args.context_parallel, "zigzag", args.reduction, sums)
+
+    # Tensor parallelism: each rank of tp keeps a part of every layer. With sequence parallelism some gradients on a
+    # rank come from a part of the tokens alone: `tensor.sum_partial` sums these over tp, before dp sums them.
+    # With "tree", one rank too computes the layers in leaves, as any number of ranks would.
+    tensor = None
+    leaves = leaf_count(model.config, args.seq_len) if args.reduction == "tree" else 0
+    if mesh.tp.size > 1 or leaves:
+        tensor = tensor_parallel(model, mesh.tp, args.reduction, args.sequence_parallel, sums, leaves)
+
+    # Expert parallelism: each rank of ep keeps some experts of every layer. Their gradients are summed over edp, the
+    # ranks that hold the same experts, and all other gradients over dp x cp.
+    experts = expert_parallel(model, mesh.ep, mesh.edp)
+
+    # Pipeline parallelism: each rank of pp keeps some stages; one rank has all segments in one stage. `units` are the
+    # parameters that travel together.
+    schedule = schedule_of(args, mesh.pp.size)
+    stages = {0: PipelineStage(model.segments)}
+    units = segment_groups(model) if args.pp > 1 else by_unit(model)
+    pipeline = None
+    if mesh.pp.size > 1:
+        pipeline = PipelineParallel(model, mesh.pp, schedule, args.seq_len)
+        stages = pipeline.stages
+        units = pipeline.groups
+
+    # Data parallelism: ranks of dp have other samples, and ranks of cp other tokens. Gradients are summed over both.
+    ddp = shard(
+        model,
+        mesh.dp_cp,
+        args.zero_stage,
+        args.reduction,
+        groups=experts.groups(mesh.dp_cp, units),
+        segment_lists=[stage.segments for stage in stages.values()],
+        replicas=args.zero_replicas if args.zero_stage > 0 else 1,
+        before_reduce=None if tensor is None else tensor.sum_partial,
+        gradient_dtype=sums,
+        reduce_dtype=sums,
+    )
+
+    tokens = args.seq_len // mesh.cp.size
+    if args.sequence_parallel:
+        tokens //= mesh.tp.size
+    shape = (args.global_batch // (args.dp * args.microbatches), tokens, args.hidden)  # (B, T/c/t, h)
+    executor = PipelineExecutor(schedule, mesh.pp, stages, shape, np.dtype(args.dtype))
+    return ddp, context, tensor, pipeline, executor
+
+
+def schedule_of(args: Namespace, ranks: int) -> Schedule:
+    """Return the schedule of a pipeline of so many ranks, checked; one rank runs one microbatch after the other."""
+    if ranks == 1:
+        return make("1f1b", 1, args.microbatches)
+    schedule = make(args.schedule, ranks, args.microbatches, args.virtual_stages)
+    check(schedule)
+    return schedule
