@@ -306,7 +306,7 @@ def held_by(flags):
     """Train and return the trainer, and the bytes of parameters, gradients and optimizer at all moments of a step."""
     ledger = MemoryLedger()
     with ledger.recording():
-        trainer = trainer_for(f"--dtype bf16 --global-batch {P} {flags}")
+        trainer = trainer_for(f"--dtype bfloat16 --global-batch {P} {flags}")
         list(trainer.train())
     return trainer, {kinds[:3] for _, kinds in ledger.moments}
 
@@ -329,7 +329,7 @@ for stage in range(4):
 # 12). It saves activations, the bytes of all messages but sums (13.7), and time. The ZeRO paper's 16 bytes (chapter 5)
 # have gradients in bf16. Some frameworks add up in fp32 and sum over ranks in bf16 (13.5): then plain data parallelism
 # has the gradient in both, 20 bytes. The ledger and the formula are equal at every moment of a step. As a command line:
-# `--dtype bf16 --memory out/memory.json`.
+# `--dtype bfloat16 --memory out/memory.json`.
 #
 # ## 13.4 Gradients that vanish
 #
@@ -470,7 +470,7 @@ assert [next_scale(8.0, 0, False), next_scale(8.0, 1999, True), next_scale(8.0, 
 if rank == 0:
     show_source(ScaledTrainer.gradient, ScaledTrainer.update, LossScale.update)
 for stage in (0, 2, 3):
-    trainer = trainer_for(f"--zero-stage {stage} --dtype fp16 --global-batch {P}", train.OverflowingTrainer)
+    trainer = trainer_for(f"--zero-stage {stage} --dtype float16 --global-batch {P}", train.OverflowingTrainer)
     steps_taken = [(trainer.scale.values["skipped"], trainer.optimizer.steps) for _ in trainer.train()]
     assert steps_taken == [(0, 1), (1, 1), (1, 2)] and trainer.scale.factor == LOSS_SCALE / 2
 say(f"an overflow on rank {P - 1} in the second step: every rank skipped it, and the scale is 2^15 everywhere")
@@ -715,9 +715,9 @@ if rank == 0:
     show_source(train.WithoutMasters, train.SumsInBfloat16)
 RUNS = {
     "fp32": ("",),
-    "bf16": ("--dtype bf16",),
-    "bf16 without masters": ("--dtype bf16", False),
-    "bf16 sums over 4 ranks": ("--dtype bf16", True, 4),
+    "bf16": ("--dtype bfloat16",),
+    "bf16 without masters": ("--dtype bfloat16", False),
+    "bf16 sums over 4 ranks": ("--dtype bfloat16", True, 4),
 }
 trained = dict(zip(RUNS, shared(comm, train.train_precision, list(RUNS.values())), strict=True))
 final = {name: float(np.mean(losses[-20:])) for name, (losses, _) in trained.items()}
@@ -814,8 +814,8 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 #
 # | minipar | Megatron-LM | DeepSpeed | PyTorch |
 # | --- | --- | --- | --- |
-# | `--dtype bf16` | `--bf16` | `bf16: {enabled: true}` | `MixedPrecisionPolicy(param_dtype=...)`, `torch.autocast` |
-# | `--dtype fp16` | `--fp16` | `fp16: {enabled: true}` | the same, and `GradScaler` |
+# | `--dtype bfloat16` | `--bf16` | `bf16: {enabled: true}` | `MixedPrecisionPolicy`, `torch.autocast` |
+# | `--dtype float16` | `--fp16` | `fp16: {enabled: true}` | the same, and `GradScaler` |
 # | `AdamW.masters` | `main_param` | `single_partition_of_fp32_groups` | parameters kept in fp32 |
 # | fp32 gradients (13.3) | `--accumulate-allreduce-grads-in-fp32` | `data_types.grad_accum_dtype` | `reduce_dtype` |
 # | fp32 sums (13.5) | `--grad-reduce-in-bf16` | `communication_data_type` | `reduce_dtype` |
@@ -826,7 +826,7 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 # The names are alike, the defaults are not always. With PyTorch's DDP your loss function divides by the tokens of a
 # rank, and DDP divides the gradients by the ranks when it sums them. So the gradients of activations are $d$ times as
 # large as ours (13.4). `torch.autocast` leaves
-# parameters, gradients and optimizer in fp32 (16 bytes), and casts the inputs of products. `--dtype bf16` has bf16
+# parameters, gradients and optimizer in fp32 (16 bytes), and casts the inputs of products. `--dtype bfloat16` has bf16
 # weights, and fp32 masters.
 #
 # The same in PyTorch: `chapters/pytorch/ch13.py`.

@@ -12,23 +12,8 @@ from minipar.cli import UsageParser, report
 from minipar.errors import UsageError
 from minipar.nn.layers import generator
 from minipar.nn.transformer import LanguageModel
-from minipar.train.checkpoint import newest, read_array
-from minipar.train.flags import count, parse
+from minipar.train.flags import count
 from minipar.train.pretrained import load_pretrained
-from minipar.train.trainer import make_model
-
-
-def load(directory: str) -> LanguageModel:
-    """Load the model of a model directory, or of the newest checkpoint in a directory. UsageError."""
-    if os.path.exists(os.path.join(directory, "config.json")):
-        return load_pretrained(directory)
-    model = make_model(parse(["--resume", directory]))
-    model.materialize()
-    folder = newest(directory) / "parameter"
-    for name, p in model.named_parameters():
-        saved = np.dtype("float32") if p.dtype.itemsize == 2 else p.dtype  # its master
-        p.data[...] = from_host(read_array(folder / f"{name}.npy", p.shape, saved))
-    return model
 
 
 def generate(model: LanguageModel, tokens: Sequence[int], length: int, temperature: float, seed: int) -> list[int]:
@@ -44,27 +29,27 @@ def generate(model: LanguageModel, tokens: Sequence[int], length: int, temperatu
     return text
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 2 when the input is wrong, with one line."""
-    parser = UsageParser(prog="python -m minipar.generate", description=__doc__, allow_abbrev=False)
+    parser = UsageParser(prog="python -m minipar.generate", description=__doc__)
     add = parser.add_argument
-    add("--from", dest="source", metavar="DIR", required=True, help="of --save or --export, or from Hugging Face")
+    add("--from", dest="source", metavar="DIR", required=True, help="of --export, or from Hugging Face")
     add("--prompt", metavar="TEXT", default="\n", help="the text to continue (default: a line break)")
     add("--tokens", type=count, default=200, help="bytes to add (default: 200)")
     add("--temperature", type=float, default=0.0, help="0: always the likeliest byte (default: 0.0)")
     add("--seed", type=int, default=0, help="of the draws (default: 0)")
     try:
         args = parser.parse_args(argv)
-        model = load(args.source)
+        model = load_pretrained(args.source)
         size = model.config.vocab_size
         if size != 256:
             raise UsageError(f"--from {args.source}: its vocabulary has {size} tokens, not 256 bytes")
-        text = generate(model, os.fsencode(args.prompt), args.tokens, args.temperature, args.seed)
     except UsageError as error:
         return report(error)
+    text = generate(model, os.fsencode(args.prompt), args.tokens, args.temperature, args.seed)
     print(bytes(text).decode(errors="replace"))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,6 +1,5 @@
 """Claims about `minipar.generate`: the likeliest bytes, or draws that follow temperature and seed."""
 
-import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +8,7 @@ from combinations import TEXT, config_of
 from training import run_until
 
 from minipar.autograd import Tensor
-from minipar.generate import generate, load, main
+from minipar.generate import generate, main
 from minipar.nn import GPT, GPTConfig
 from minipar.train.pretrained import save_pretrained
 
@@ -31,12 +30,11 @@ def constant(logits=LOGITS):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A short training, as a checkpoint of two ranks in save/ and as a model directory in export/."""
+    """A model directory of a short training, export/."""
     folder = tmp_path_factory.mktemp("trained")
     config = config_of("--dp 2 --zero-stage 1 --steps 8 --lr 1e-2 --vocab-size 256 --dtype float32")
     state, _ = run_until(TEXT, config, folder / "save", 8)
     save_pretrained(config.shape.build(), folder / "export", state)
-    run_until(TEXT, config_of("--vocab-size 256 --dtype bf16"), folder / "bf16", 2)
     return folder
 
 
@@ -45,10 +43,9 @@ def printed(capsys, *argv):
     return capsys.readouterr().out
 
 
-def test_a_checkpoint_and_its_export_give_the_same_text(folder, capsys):
-    flags = ("--prompt", "def", "--tokens", 30, "--temperature", 1)
-    texts = [printed(capsys, "--from", folder / name, *flags) for name in ("save", "save/step-00000008", "export")]
-    assert texts[0] == texts[1] == texts[2] and texts[0].startswith("def") and len(texts[0]) >= 3 + 30 / 4
+def test_a_text_is_continued(folder, capsys):
+    text = printed(capsys, "--from", folder / "export", "--prompt", "def", "--tokens", 30, "--temperature", 1)
+    assert text.startswith("def") and len(text) >= 3 + 30 / 4
 
 
 def test_greedy_takes_the_likeliest_the_first_of_equals():
@@ -114,15 +111,6 @@ def test_a_wrong_input_is_one_line(flags, values, folder, capsys):
     assert all(value.format(folder=folder) in err for value in values)
 
 
-def test_a_damaged_checkpoint_is_refused(folder, tmp_path, capsys):
-    shutil.copytree(folder / "save", tmp_path / "run")
-    assert load(str(tmp_path / "run")).config.n_embd == 20
-    file = tmp_path / "run/step-00000008/parameter/wpe.weight.npy"
-    file.write_bytes(file.read_bytes()[:-1])
-    assert main(["--from", str(tmp_path / "run")]) == 2
-    assert str(file) in capsys.readouterr().err
-
-
 @pytest.fixture
 def small(tmp_path):
     """The directory of a model that has the 256 bytes of a text."""
@@ -143,11 +131,3 @@ def test_bytes_that_are_no_text_are_replaced(small, capsys, monkeypatch):
 
 def test_a_large_temperature_is_a_number(small, capsys):
     assert printed(capsys, "--from", small, "--tokens", 1, "--temperature", 1e300).startswith("\n")
-
-
-def test_a_checkpoint_of_two_bytes_has_its_masters_weights(folder):
-    model = load(str(folder / "bf16"))
-    for name, parameter in model.named_parameters():
-        master = np.load(folder / "bf16/step-00000002/parameter" / f"{name}.npy")
-        assert parameter.dtype.itemsize == 2 and master.dtype == np.float32
-        assert (parameter.data == master.astype(parameter.dtype)).all()

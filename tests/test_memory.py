@@ -16,9 +16,8 @@ from minipar.bench.layouts import step_layout
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, _recording, enter, hold
 from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
-from minipar.train.__main__ import run_job
+from minipar.train.__main__ import run
 from minipar.train.data import load_tokens
-from minipar.train.flags import parse
 
 STAGES = [0, 1, 2, 3]
 
@@ -239,7 +238,7 @@ def test_the_program_writes_every_ranks_ledger(tmp_path):
     path = tmp_path / "memory.json"
     flags = f"{SHAPE} --global-batch 6 --zero-stage 2 --dtype float64"
     with np.errstate():  # the program changes the process's settings
-        run_local(3, lambda comm: run_job(parse(f"{flags} --memory {path}".split(), 3), comm))
+        run_local(3, lambda comm: run(comm, f"{flags} --memory {path}".split()))
     content = json.loads(path.read_text())
     assert content["kinds"] == ["parameters", "gradients", "optimizer", "activations", "buffers"]
     assert [account["rank"] for account in content["ranks"]] == [0, 1, 2]

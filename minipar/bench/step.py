@@ -27,7 +27,7 @@ from minipar.nn.optim import AdamW
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.wrap import DataParallel, shard
-from minipar.train.flags import DTYPES, dtype_name
+from minipar.train.flags import DTYPES
 
 WARMUP = 2
 ZERO_STAGES = ((0, False), (1, False), (2, False), (3, True), (3, False))  # and whether stage 3 prefetches parameters
@@ -38,7 +38,7 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", nargs="+", default=["256", "512"], metavar="H", help="hidden sizes (256 512)")
     add_model_flags(parser, layers=4, heads=8, seq_len=128, vocab_size=256)
     parser.add_argument("--batch", type=int, default=8, help="samples per step and rank (8)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES.values()), type=dtype_name, default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--repeat", type=int, default=11, help="steps measured (11)")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ from minipar.compare.record import strips
 from minipar.errors import UsageError
 
 EPSILONS = {"float64": 2**-52, "float32": 2**-23}  # any other dtype counts as bfloat16
-LARGEST = 10**18  # no count or size in a run.json may be larger
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,6 @@ def read_run(directory: str | Path) -> Run:
         run = json.loads((path / "run.json").read_text(encoding="utf-8"))
         shapes = {name: tuple(map(int, shape)) for name, shape in run["shapes"].items()}
         sizes = {name: int(run.get(name, 1)) for name in CAUSES}
-        if max(sizes.values()) > LARGEST:
-            raise ValueError(f"a size of more than {LARGEST}")
         eps = EPSILONS.get(str(run.get("dtype", "float64")).removeprefix("torch."), 2**-8)
     except Exception as error:  # a foreign file can make json and NumPy raise anything
         raise UsageError(f"{path} is not a record: {error!r:.100}") from None
@@ -68,9 +64,6 @@ def read_step(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np
         raise UsageError(f"{path} is not a file")
     try:
         with np.load(path, allow_pickle=False) as file:
-            sizes = {info.filename: info.file_size for info in file.zip.infolist()}
-            if any(sizes[f"{name}.npy"] > 1000 + 8 * math.prod(shape) for name, shape in expected.items()):
-                raise ValueError("an array is too large")
             arrays = {name: _as_float64(name, file[name]) for name in expected}
     except Exception as error:  # NumPy, zipfile and zlib raise errors of their own
         raise UsageError(f"{path} is not a step of a record: {error!r:.100}") from None

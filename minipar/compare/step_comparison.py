@@ -66,7 +66,7 @@ class StepComparison:
         return runs
 
     def not_finite(self) -> list[Difference]:
-        """Return every quantity that is not finite in either run, the parameters grouped by run and part."""
+        """Return every quantity that is not finite in either run, the parameters grouped by run."""
         found = self._parameters_not_finite("gradient")
         for name in ("loss", "grad_norm"):
             runs = self.wrongly_not_finite(name)
@@ -76,34 +76,16 @@ class StepComparison:
         return found + self._parameters_not_finite("update")
 
     def _parameters_not_finite(self, kind: str) -> list[Difference]:
-        groups: dict[tuple[str, str], list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for name in self.shapes:
             runs = self.wrongly_not_finite(f"{kind}/{name}")
             if runs:
-                part = self._part_not_finite(kind, name)
-                groups.setdefault((runs, part), []).append(name)
+                groups.setdefault(runs, []).append(name)
         found = []
-        for (runs, part), names in groups.items():
-            group = part + describe(names, self.shapes)
+        for runs, names in groups.items():
+            group = describe(names, self.shapes)
             found.append(Difference(kind, None, group, tuple(names), (NOT_FINITE,), runs))
         return _in_order(found)
-
-    def _part_not_finite(self, kind: str, name: str) -> str:
-        """Name the strips that are not finite along the first dim in which some are.
-
-        Return "" if all are in every dim.
-        """
-        key = f"{kind}/{name}"
-        finite_in_a = np.isfinite(self.a[key]).all(axis=0)
-        finite_in_b = np.isfinite(self.b[key]).all(axis=0)
-        bad: np.ndarray = np.logical_not(finite_in_a & finite_in_b)
-        start = 0
-        for dim, count in enumerate(strips(self.shapes[name])):
-            along = [bool(each) for each in bad[start : start + count]]
-            if any(along) and not all(along):
-                return name_strips(along, dim, self.sizes.get("tp", ()))
-            start += count
-        return ""
 
     # ---- differences -------------------------------------------------------------------------------------------------
 

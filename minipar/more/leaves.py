@@ -61,20 +61,20 @@ class LeafGradients:
     def finish(self, microbatches: int) -> None:
         """Put the sums where the strategy expects the gradients, once all microbatches are done."""
         if self.pipeline is not None and self.pipeline.borrower is not None:
-            self.fetch_tied_gradients(self.pipeline, microbatches)
+            self.fetch_tied_gradients(self.pipeline, self.pipeline.borrower, microbatches)
         for bucket in self.buckets:
             for p in bucket:
                 # A zero's sign depends on how many zeros were added: -0 + 0 is 0.
                 p.accumulate(self.sums.pop(p).total() + 0)
 
-    def fetch_tied_gradients(self, pipeline: PipelineParallel, microbatches: int) -> None:
+    def fetch_tied_gradients(self, pipeline: PipelineParallel, last: int, microbatches: int) -> None:
         """Send the head's gradients from the last rank of a pipeline to the first, which adds them as leaves."""
         weight = pipeline.model.token_embedding
-        if pipeline.comm.rank == pipeline.borrower:
+        if pipeline.comm.rank == last:
             gradients = xp.stack([self.lent.pop(m) for m in range(microbatches)])
             pipeline.comm.isend(gradients, pipeline.first, TIED_GRADIENT).wait()
         elif pipeline.comm.rank == pipeline.first:
             gradients = xp.empty((microbatches, *weight.shape), dtype=weight.grad_dtype)
-            pipeline.comm.irecv(gradients, pipeline.borrower, TIED_GRADIENT).wait()
+            pipeline.comm.irecv(gradients, last, TIED_GRADIENT).wait()
             for m, gradient in enumerate(gradients):
                 self.add(weight, 2 * m + 1, gradient)

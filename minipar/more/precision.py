@@ -4,6 +4,11 @@ NB: PyTorch's is torch.amp.GradScaler. It has a flag of its own for an overflow,
 flag is the gradient's norm, which all ranks compute together in every step.
 """
 
+from collections.abc import Sequence
+
+from minipar.backend import xp
+from minipar.nn.parameter import Parameter
+
 GOOD_STEPS = 2000  # from one doubling to the next
 
 
@@ -20,6 +25,11 @@ class LossScale:
     @property
     def factor(self) -> float:
         return self.values["factor"]
+
+    def divide(self, parameters: Sequence[Parameter]) -> None:
+        """Divide all gradients by the factor, in place."""
+        for p in parameters:
+            p.grad = xp.multiply(p.grad, 1 / self.factor, out=p.grad)
 
     def update(self, step_is_finite: bool) -> None:
         """Count a step. All ranks call it alike: their norm is the same."""

@@ -44,9 +44,9 @@ def check_wrapping(model: Any, comm: Any, algorithm: Any, replicas: int = 1) -> 
 
 
 def refuse_replicas(replicas: int) -> None:
-    """Raise ValueError for replicas of shards where there are no shards."""
+    """Raise UsageError for replicas of shards where there are no shards."""
     if replicas != 1:
-        raise ValueError(f"replicas = {replicas}: ZeRO stage 0 shards nothing; give stage 1, 2 or 3")
+        raise UsageError(f"replicas = {replicas}: ZeRO stage 0 shards nothing; give stage 1, 2 or 3")
 
 
 def check_groups(

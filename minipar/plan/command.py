@@ -45,19 +45,14 @@ def model_type(model: ModelShape) -> str:
 
 
 def needs_directory(model: ModelShape) -> bool:
-    """Return whether no flags of minipar.train say the shape: they leave out heads of keys, ffn, and experts."""
-    ffn = 4 * model.hidden
-    if model.gated:
-        ffn = -(-8 * model.hidden // 192) * 64  # as in minipar.train
-    experts = (model.experts, model.top_k) not in ((None, 1), (8, 2))
-    tied = model.tied != (model_type(model) == "gpt2")
-    return model.groups != model.heads or model.inner != ffn or experts or tied
+    """Return whether flags of minipar.train leave out a part of the shape: heads of keys, ffn, experts."""
+    return model.gated or model.inner != 4 * model.hidden
 
 
 def model_flags(model: ModelShape) -> str:
-    """Return the flags of the model's shape."""
+    """Return the flags of a GPT-2's shape."""
     sizes = f"--layers {model.layers} --hidden {model.hidden} --heads {model.heads}"
-    return f"--model {model_type(model)} {sizes} --vocab-size {model.vocab_size}"
+    return f"{sizes} --vocab-size {model.vocab_size}"
 
 
 def config_json(model: ModelShape, length: int) -> dict[str, Any]:
@@ -102,6 +97,6 @@ def precision_flags(layout: Layout) -> str:
 
     Attention of long sequences always computes its scores again, as flash attention does.
     """
-    dtype = "fp16" if layout.precision == PRECISIONS["fp16"] else "bf16"
+    dtype = "float16" if layout.precision == PRECISIONS["fp16"] else "bfloat16"
     recompute = "full" if layout.recompute == "full" else "none"
     return f"--dtype {dtype} --recompute {recompute}"

@@ -346,7 +346,6 @@ def read_config(directory: str) -> tuple[Path, dict[str, Any]]:
     path = Path(directory) / "config.json"
     if os.path.exists(path):  # False, too, for a name that is too long
         return path, read_json(path)
-    if os.path.isdir(directory):
-        remedy = "`minipar train --export DIR` writes one"
-        raise UsageError(f"--model {directory}: a directory without a config.json; {remedy}")
-    raise UsageError(f"--model {directory}: neither a directory nor one of {', '.join(MODELS)}")
+    raise UsageError(
+        f"--model {directory}: neither a directory with a config.json nor one of {', '.join(MODELS)}"
+    )

@@ -4,20 +4,16 @@ import minipar.robust_start.first_import  # noqa: F401, I001 before the others, 
 import json
 import os
 import signal
-import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 
 import numpy as np
 
 from minipar.backend import use_device
-from minipar.comm.clock import Network
-from minipar.comm.communicator import Communicator
-from minipar.comm.launch import main
-from minipar.comm.mesh import DeviceMesh
-from minipar.comm.trace import save_chrome_trace, start_trace
+from minipar.comm import Communicator, DeviceMesh, Network, main, save_chrome_trace, start_trace
 from minipar.compare.recorder import Recorder
 from minipar.errors import UsageError, printable
 from minipar.memory import MemoryLedger
@@ -30,16 +26,10 @@ from minipar.train.trainer import StepResult, Trainer
 from minipar.train.tree_trainer import TreeTrainer
 from minipar.train.verify import verify
 
-PROGRESS_SECONDS = 5.0  # between two lines
 
-
-def run(world: Communicator) -> int:
-    """Run the whole job on every rank; return the exit code."""
-    return run_job(parse(sys.argv[1:], world.size, prints=world.rank == 0), world)
-
-
-def run_job(args: Namespace, world: Communicator) -> int:
-    """Train, and write what the flags ask for; return the exit code: 1 if `--verify` fails."""
+def run(world: Communicator, argv: Sequence[str] | None = None) -> int:
+    """Train as the command line says, and write what it asks for. Return the exit code: 1 if `--verify` fails."""
+    args = parse(argv, world.size, prints=world.rank == 0)
     network = Network(*args.network) if args.network else None
     world = Communicator(world.transport, clock=args.clock, network=network)
     use_device(args.device, world.rank)
@@ -50,37 +40,25 @@ def run_job(args: Namespace, world: Communicator) -> int:
     if args.memory:
         ledger.save(args.memory, world)
     if args.export:
-        state = {name: values.astype(args.dtype) for name, values in trainer.state_dict().items()}
+        state = trainer.state_dict()
+        for name, values in state.items():
+            checkpoint.check_finite(name, values)
         if state:
-            for name, values in state.items():
-                checkpoint.check_finite(name, values)
             save_pretrained(trainer.model, args.export, state)
     if not args.verify:
         return 0
     verdict = verify(trainer, results)
     say(world, verdict.line)
-    return 0 if verdict.passed else 1
+    return int(not verdict.passed)
 
 
 def make_trainer(args: Namespace, world: Communicator) -> tuple[Trainer, np.ndarray | None]:
     """Make the trainer, resumed, and the samples that it is evaluated on. UsageError, before hours of training."""
-    problem = None
-    try:
-        tokens = load_tokens(args.data, args.vocab_size, args.seq_len)
-        if world.rank == 0:
-            for path in filter(None, (args.save, args.export)):
-                os.makedirs(path, exist_ok=True)
-            for path in filter(None, (args.metrics, args.trace, args.memory)):
-                open(path, "a" if args.resume else "w").close()
-    except (UsageError, OSError) as error:
-        problem = printable(str(error))
-    world.agree(problem)  # a host may lack a file
+    tokens = load_tokens(args.data, args.vocab_size, args.seq_len)
     held_out = None
     if args.eval_every:
         tokens, held_out = tokens.hold_out(args.seq_len)
-    if len(set(world.all_gather_bytes(tokens.fingerprint().encode()))) > 1:
-        remedy = "give --data a file that all hosts share"
-        raise UsageError(f"{tokens.name} is not the same text on every rank; {remedy}")
+    prepare_outputs(args)
     kind = ScaledTrainer if args.dtype == "float16" else Trainer
     if args.reduction == "tree":
         kind = TreeTrainer
@@ -91,6 +69,17 @@ def make_trainer(args: Namespace, world: Communicator) -> tuple[Trainer, np.ndar
     if args.save:
         checkpoint.refuse_later(args.save, trainer.first_step)
     return trainer, held_out
+
+
+def prepare_outputs(args: Namespace) -> None:
+    """Make the directories and files that the run will write. UsageError if it cannot, on every rank that cannot."""
+    try:
+        for path in filter(None, (args.save, args.export)):
+            os.makedirs(path, exist_ok=True)
+        for path in filter(None, (args.metrics, args.trace, args.memory)):
+            open(path, "a" if args.resume else "w").close()
+    except OSError as error:
+        raise UsageError(str(error)) from None
 
 
 def train(trainer: Trainer, held_out: np.ndarray | None) -> list[StepResult]:
@@ -104,23 +93,22 @@ def train(trainer: Trainer, held_out: np.ndarray | None) -> list[StepResult]:
     np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the trainer says it once
     results = []
     signals = noted_signals() if args.save else []
-    started = spoken = time.monotonic()
+    spoken = 0.0  # when the last line was printed
     for step in range(trainer.first_step, args.steps):
         start = time.monotonic()
         result = take_step(step)
         results.append(result)
         now = time.monotonic()
-        row = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm}
-        row["tokens_per_second"] = trainer.tokens_per_step / (now - start)
-        if held_out is not None and is_due(step, args.steps, args.eval_every):
+        speed = trainer.tokens_per_step / (now - start)
+        row = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "tokens_per_second": speed}
+        is_shown = is_due(step, args.steps, args.eval_every)
+        if held_out is not None and is_shown:
             row["eval_loss"] = trainer.validation_loss(held_out)
         if args.metrics and world.rank == 0:
             with open(args.metrics, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        is_end = step in (trainer.first_step, args.steps - 1)
-        if is_end or "eval_loss" in row or now - spoken > PROGRESS_SECONDS:
-            average = (now - started) / (step + 1 - trainer.first_step)
-            left = average * (args.steps - step - 1)
+        if is_shown or now - spoken > 5:
+            left = (now - start) * (args.steps - step - 1)
             say(world, line(row, args.steps, left))
             spoken = now
         if args.save:

@@ -1,7 +1,6 @@
 """The tokens, and which of them sample i of step s is, in every layout: nothing here knows about ranks."""
 
 import hashlib
-import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +11,7 @@ import numpy as np
 from minipar.errors import UsageError
 from minipar.nn.layers import generator
 
-LIBRARY_BYTES = 8 * 2**20  # a short training sees no more source text
-# Tests and tables are not what people mean by the library's source; the rest is not the library.
-EXCLUDED = {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
-SAMPLES = 64  # an evaluation has at most as many, evenly spaced in the text
+SAMPLES = 64  # an evaluation has at most as many
 HELD_OUT = 10  # at most one token in HELD_OUT of the text is kept back for it
 
 
@@ -27,11 +23,8 @@ class Tokens:
     name: str
 
     def fingerprint(self) -> str:
-        """Return hexadecimal digits that tell texts apart, by their length and 64 pieces of 1 KiB."""
-        digest = hashlib.blake2b(f"{len(self.ids)} {self.ids.dtype}".encode(), digest_size=16)
-        for start in np.linspace(0, max(0, len(self.ids) - 1024), 64, dtype=np.int64):
-            digest.update(self.ids[start : start + 1024].tobytes())
-        return digest.hexdigest()
+        """Return hexadecimal digits that tell texts apart: SHA-256 of all tokens."""
+        return hashlib.sha256(self.ids.data).hexdigest()
 
     def hold_out(self, length: int) -> tuple["Tokens", np.ndarray]:
         """Return the text without its end, and samples of the end with their targets: (n, T + 1) int64.
@@ -40,10 +33,9 @@ class Tokens:
         """
         kept = min(SAMPLES * length + 1, len(self.ids) // HELD_OUT)
         if kept < length + 1:
-            less = f"is less than a sample, seq-len + 1 = {length + 1}"
-            raise UsageError(f"--eval-every: a tenth of the {len(self.ids)} tokens of {self.name} {less}")
-        count = min(SAMPLES, (kept - 1) // length)
-        starts = np.linspace(0, kept - 1 - length, count).astype(np.int64)
+            tenth = f"a tenth of the {len(self.ids)} tokens of {self.name}"
+            raise UsageError(f"--eval-every: {tenth} is less than a sample, seq-len + 1 = {length + 1}")
+        starts = np.arange(0, kept - length, length)
         samples = self.ids[-kept:][starts[:, None] + np.arange(length + 1)]
         return Tokens(self.ids[:-kept], self.name), samples.astype(np.int64)
 
@@ -62,24 +54,17 @@ def load_tokens(path: str | None, vocab_size: int, seq_len: int) -> Tokens:
     except (OSError, ValueError) as error:  # ValueError: it is empty, or has half a token
         raise UsageError(f"--data {path} cannot be read: {error}") from None
     if len(ids) < seq_len + 1:
-        needed = f"a sample and its targets take seq-len + 1 = {seq_len} + 1 = {seq_len + 1}"
-        raise UsageError(f"{name} holds {len(ids)} tokens, but {needed}")
+        raise UsageError(f"{name} holds {len(ids)} tokens, but a sample takes seq-len + 1 = {seq_len + 1}")
     if ids.max() >= vocab_size:
         raise UsageError(f"{name} has token {ids.max()}, but ids are below vocab-size {vocab_size}")
     return Tokens(ids, name)
 
 
 def standard_library() -> np.ndarray:
-    """Return the first LIBRARY_BYTES of the .py files of Python's library, in sorted order: (n,) uint8."""
-    paths = []
-    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = [name for name in folders if name not in EXCLUDED]
-        paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
-    text = bytearray()
-    for path in sorted(paths):
-        if len(text) < LIBRARY_BYTES:
-            text += Path(path).read_bytes()
-    return np.frombuffer(bytes(text[:LIBRARY_BYTES]), np.uint8)
+    """Return the source of the modules of Python's library, one after the other: (n,) uint8."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(path.read_bytes() for path in paths)
+    return np.frombuffer(text, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -106,8 +91,8 @@ class Batches:
             first = (step * self.global_batch + np.arange(self.global_batch)) * self.length  # (B,)
             return (first[:, None] + offsets) % (n - 1)
         stream = generator(self.seed, "data").bit_generator
-        assert isinstance(stream, np.random.Philox)
-        stream.advance(step << 64)  # 2**64 blocks for each step: steps never overlap
+        # There are 2**64 blocks for each step, so steps never overlap.
+        stream.advance(step << 64)  # type: ignore[attr-defined]
         starts = stream.random_raw(self.global_batch) % np.uint64(n - self.length)  # (B,), at most n - T - 1
         return starts.astype(np.int64)[:, None] + offsets
 

@@ -7,22 +7,20 @@ from functools import partial
 
 from minipar.cli import UsageParser
 from minipar.comm.mesh import mesh_shape
-from minipar.errors import UsageError
+from minipar.errors import UsageError, check_divides
 from minipar.nn.gpt import GPTConfig
 from minipar.nn.llama import LlamaConfig
 from minipar.nn.moe import MixtralConfig
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.context import METHODS
 from minipar.parallel.pipeline.schedules import SCHEDULES
-from minipar.parallel.tensor.plan import check_shape
 from minipar.train.checkpoint import newest, read_run
-from minipar.train.parallelize import schedule_of
 from minipar.train.pretrained import load_config
 from minipar.train.tree_trainer import check_tree
 
 MODELS = ("gpt2", "llama", "mixtral")
 SIZES = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab_size": "vocab_size"}
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 # A run that is resumed takes these from its checkpoint, unless they are given again. Its layout is free.
 KEPT = (
     "model", *SIZES, "seq_len", "dropout", "data", "order", "global_batch", "eval_every", "steps", "lr", "lr_schedule",
@@ -38,14 +36,6 @@ def count(text: str) -> int:
     return number
 
 
-def dtype_name(text: str) -> str:
-    """Convert bf16, fp16, fp32 or fp64, or NumPy's name of one of them, to NumPy's name."""
-    name = DTYPES.get(text, text)
-    if name not in DTYPES.values():
-        raise ValueError
-    return name
-
-
 # fmt: off
 
 
@@ -54,10 +44,9 @@ def make_parser(prints: bool) -> UsageParser:
     parser = UsageParser(
         prog="mpirun -n N python -m minipar.train",
         usage="%(prog)s [flags]",
-        allow_abbrev=False,
         prints=prints,
         description="Train a GPT, a Llama or a Mixtral on N ranks. The sizes of the mesh multiply to N.",
-        formatter_class=partial(argparse.HelpFormatter, max_help_position=28, width=110),
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=34, width=118),
     )
     add = parser.add_argument_group("mesh").add_argument
     add("--dp", type=count,
@@ -76,13 +65,13 @@ def make_parser(prints: bool) -> UsageParser:
         help="how attention sees all tokens [ring]")
     add("--zero-stage", type=int, default=0, choices=range(4),
         help="dp shards optimizer, gradients, parameters [0]")
-    add("--zero-replicas", type=count, default=1, metavar="N",
+    add("--zero-replicas", type=count, default=1,
         help="shard within N groups of ranks (HSDP) [1]")
     add("--sync-every-microbatch", action="store_true",
         help="gradients stay sharded between microbatches")
-    add("--schedule", default="1f1b", choices=SCHEDULES, metavar="NAME",
+    add("--schedule", default="1f1b", choices=SCHEDULES,
         help=", ".join(SCHEDULES))
-    add("--virtual-stages", type=count, metavar="N",
+    add("--virtual-stages", type=count,
         help="stages per rank of interleaved-1f1b [2]")
     add = parser.add_argument_group("model").add_argument
     add("--model", default="gpt2",
@@ -93,11 +82,11 @@ def make_parser(prints: bool) -> UsageParser:
         help="[128]")
     add("--heads", type=count,
         help="[4]")
-    add("--vocab-size", type=count, metavar="N",
+    add("--vocab-size", type=count,
         help="[256]")
-    add("--seq-len", type=count, default=64, metavar="N",
+    add("--seq-len", type=count, default=64,
         help="tokens of a sample [64]")
-    add("--init-from", metavar="DIR",
+    add("--init-from",
         help="start from a model directory of Hugging Face or of --export")
     add("--recompute", default="none", choices=("none", "full"),
         help="run layers' forward again in backward [none]")
@@ -108,11 +97,11 @@ def make_parser(prints: bool) -> UsageParser:
         help="a text, whose bytes are tokens, or nanoGPT's .bin [Python's library]")
     add("--order", default="random", choices=("random", "sequential"),
         help="where samples begin [random]")
-    add("--global-batch", type=count, default=32, metavar="N",
+    add("--global-batch", type=count, default=32,
         help="samples of a step, over all replicas [32]")
-    add("--microbatches", type=count, metavar="N",
+    add("--microbatches", type=count,
         help="per replica and step [1]")
-    add("--eval-every", type=count, metavar="N",
+    add("--eval-every", type=count,
         help="every N steps: the loss on the text's end, which is left out")
     add = parser.add_argument_group("optimizer (AdamW)").add_argument
     add("--steps", type=count, default=300,
@@ -121,19 +110,19 @@ def make_parser(prints: bool) -> UsageParser:
         help="learning rate after warm-up [0.001]")
     add("--lr-schedule", default="constant", choices=("constant", "cosine"),
         help="cosine: down to a tenth [constant]")
-    add("--warmup-steps", type=int, default=0, metavar="N",
+    add("--warmup-steps", type=int, default=0,
         help="steps of a linear rise [0]")
     add("--betas", type=float, nargs=2, default=[0.9, 0.999],
         help="of the two means [0.9 0.999]")
-    add("--weight-decay", type=float, default=0.01, metavar="X",
+    add("--weight-decay", type=float, default=0.01,
         help="of matrices [0.01]")
-    add("--clip-grad", type=float, default=0.0, metavar="NORM",
+    add("--clip-grad", type=float, default=0.0,
         help="largest norm of the gradient; 0: any [0]")
     add = parser.add_argument_group("run").add_argument
     add("--seed", type=int, default=0,
         help="of weights, samples and dropout [0]")
-    add("--dtype", type=dtype_name, default="float32",
-        help="fp64, fp32, bf16, fp16, or NumPy's name [fp32]")
+    add("--dtype", default="float32", choices=DTYPES,
+        help="of parameters and activations [float32]")
     add("--device", default="cpu", choices=("cpu", "cuda"),
         help="NumPy or CuPy [cpu]")
     add("--reduction", default="ring", choices=("ring", "ordered", "tree"),
@@ -152,7 +141,7 @@ def make_parser(prints: bool) -> UsageParser:
         help="a new directory: gradients and updates of each step, for minipar compare")
     add("--save",
         help="a directory for checkpoints: at the end, and at SIGTERM and Ctrl-C")
-    add("--save-every", type=count, metavar="N",
+    add("--save-every", type=count,
         help="and every N steps")
     add("--resume",
         help="a directory of --save: go on from its newest checkpoint, in any layout")
@@ -166,7 +155,7 @@ def make_parser(prints: bool) -> UsageParser:
 # fmt: on
 
 
-def parse(argv: Sequence[str], ranks: int = 1, prints: bool = True) -> Namespace:
+def parse(argv: Sequence[str] | None, ranks: int = 1, prints: bool = True) -> Namespace:
     """Return the flags of a run on so many ranks, with dp, the sizes and `shape`, the model's config, filled in.
 
     UsageError for flags that contradict one another, the model or the number of ranks.
@@ -175,7 +164,7 @@ def parse(argv: Sequence[str], ranks: int = 1, prints: bool = True) -> Namespace
     args = parser.parse_args(argv)
     if args.resume is not None:
         saved = read_run(args.resume)["flags"]
-        parser.set_defaults(**{name: saved[name] for name in KEPT if name in saved})
+        parser.set_defaults(**{name: saved[name] for name in KEPT})
         args = parser.parse_args(argv)
         # The run may save newer ones, and `--verify` too starts from this one.
         args.resume = str(newest(args.resume))
@@ -185,8 +174,7 @@ def parse(argv: Sequence[str], ranks: int = 1, prints: bool = True) -> Namespace
     args.dp = mesh_shape(ranks, "mpirun", args.dp, args.tp, args.pp, args.cp)["dp"]
     if args.reduction == "tree":
         check_tree(args)
-    if args.microbatches is None:
-        args.microbatches = 1
+    args.microbatches = args.microbatches or 1
     check(args)
     return args
 
@@ -215,39 +203,26 @@ def shape_of(args: Namespace) -> TransformerConfig:
 
 
 def check(args: Namespace) -> None:
-    """Raise UsageError for a run that would be silently wrong; the strategies refuse what they cannot share out."""
-    dp = args.dp
-    tp = args.tp
-    cp = args.cp
-    m = args.microbatches
-    if args.global_batch % (dp * m):
-        equation = f"dp*microbatches = {dp}*{m} = {dp * m}"
-        raise UsageError(f"global-batch {args.global_batch} is not divisible by {equation}")
-    positions = args.shape.n_positions
-    if args.seq_len > positions:
-        raise UsageError(f"seq-len {args.seq_len} is longer than the model's {positions} positions")
-    check_shape(args.shape, tp, args.seq_len // cp if args.sequence_parallel else None)
-    schedule_of(args, args.pp)
-    if args.zero_replicas > 1 and (args.zero_stage == 0 or args.ep > 1 or dp % args.zero_replicas):
-        needs = f"--zero-stage 1, 2 or 3, --ep 1, and dp = {dp} as its multiple"
-        raise UsageError(f"--zero-replicas {args.zero_replicas} needs {needs}")
+    """Raise UsageError for flags that contradict one another. The strategies refuse what they cannot share out."""
+    if args.global_batch % (args.dp * args.microbatches):
+        equation = f"global-batch/(dp*microbatches) = {args.global_batch}/({args.dp}*{args.microbatches})"
+        raise UsageError(f"{equation} is not a whole number of samples")
+    if args.sequence_parallel:
+        check_divides("tokens/tp", args.seq_len // args.cp, args.tp, "--sequence-parallel splits seq-len/cp evenly")
     if args.sync_every_microbatch and (args.zero_stage < 2 or args.pp > 1):
-        needs = f"--zero-stage 2 or 3, not {args.zero_stage}, and no pipeline"
-        raise UsageError(f"--sync-every-microbatch needs {needs}")
-    if args.dropout and (args.shape.model_type != "gpt2" or tp > 1 or cp > 1):
-        given = f"not {args.model}, {tp} and {cp}"
-        raise UsageError(f"--dropout {args.dropout} is for gpt2 with tp = cp = 1, {given}")
+        raise UsageError(f"--sync-every-microbatch needs --zero-stage 2 or 3, not {args.zero_stage}, and no pipeline")
+    if args.dropout and args.tp * args.cp > 1:
+        raise UsageError(f"--dropout {args.dropout} needs tp = cp = 1, not {args.tp} and {args.cp}")
     if args.save_every and not args.save:
         raise UsageError(f"--save-every {args.save_every} writes nothing without --save DIR")
     if args.verify and args.dtype != "float64" and not is_exact(args):
-        why = "because ranks round otherwise than one device"
-        remedy = "give --dtype float64"
-        raise UsageError(f"--verify with --dtype {args.dtype} proves nothing, {why}: {remedy}")
+        why = "ranks round otherwise than one device"
+        raise UsageError(f"--verify with --dtype {args.dtype} proves nothing ({why}): give --dtype float64")
 
 
 def is_exact(args: Namespace) -> bool:
     """Return whether the ranks of this layout promise the bits of one device."""
     if args.reduction == "tree":
         return True
-    sums_in_order = args.zero_replicas == 1 and not args.sync_every_microbatch
-    return args.reduction == "ordered" and sums_in_order and args.tp == args.cp == args.ep == 1
+    adds_in_order = args.reduction == "ordered" and not args.sync_every_microbatch
+    return adds_in_order and args.zero_replicas == args.tp == args.cp == args.ep == 1

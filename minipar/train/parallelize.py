@@ -13,7 +13,6 @@ from minipar.parallel.context import context_parallel
 from minipar.parallel.expert import expert_parallel
 from minipar.parallel.groups import by_unit
 from minipar.parallel.pipeline.actions import Schedule
-from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, PipelineStage, segment_groups
 from minipar.parallel.tensor.plan import TensorParallel, tensor_parallel
@@ -68,7 +67,7 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
         args.reduction,
         groups=experts.groups(mesh.dp_cp, units),
         segment_lists=[stage.segments for stage in stages.values()],
-        replicas=args.zero_replicas if args.zero_stage > 0 else 1,
+        replicas=args.zero_replicas,
         before_reduce=None if tensor is None else tensor.sum_partial,
         gradient_dtype=sums,
         reduce_dtype=sums,
@@ -83,9 +82,7 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
 
 
 def schedule_of(args: Namespace, ranks: int) -> Schedule:
-    """Return the schedule of a pipeline of so many ranks, checked; one rank runs one microbatch after the other."""
+    """Return the schedule of a pipeline of so many ranks; one rank runs one microbatch after the other."""
     if ranks == 1:
         return make("1f1b", 1, args.microbatches)
-    schedule = make(args.schedule, ranks, args.microbatches, args.virtual_stages)
-    check(schedule)
-    return schedule
+    return make(args.schedule, ranks, args.microbatches, args.virtual_stages)

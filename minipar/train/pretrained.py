@@ -1,7 +1,6 @@
 """Model directories as Hugging Face transformers writes and reads them: config.json next to model.safetensors."""
 
 import json
-import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,9 @@ REQUIRED: dict[str, object] = {
     "activation_function": "gelu_new",
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
     "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
     "rope_scaling": None,
     "rope_type": "default",
-    "router_jitter_noise": 0.0,
     "sliding_window": None,
 }
 PREFIX = "transformer."  # begins each name in GPT2LMHeadModel's files; GPT2Model's files have none
@@ -39,14 +34,9 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # no para
 def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file. UsageError for anything else."""
     try:
-        if not path.is_file():  # a pipe or a device may never end
-            raise OSError("it is not a file")
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:  # TypeError: it is not an object
         raise UsageError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 def load_config(directory: str | Path) -> TransformerConfig:
@@ -57,16 +47,11 @@ def load_config(directory: str | Path) -> TransformerConfig:
     if kind not in CONFIGS:
         raise UsageError(f"{path}: model_type is {kind!r}, expected {', '.join(CONFIGS)}")
     content |= content.get("rope_parameters") or {}  # transformers 5 has it; version 4 rope_theta alone
-    tied = CONFIGS[kind].tie_word_embeddings  # always, in a GPT-2
-    required = REQUIRED | ({"tie_word_embeddings": tied} if kind == "gpt2" else {})
-    for name, value in required.items():
+    for name, value in REQUIRED.items():
         if content.get(name, value) != value:
-            but = f"but minipar's models have {value!r}"
-            raise UsageError(f"{path}: {name} is {content[name]!r}, {but}")
-    known = {}
-    for field in fields(CONFIGS[kind]):
-        if content.get(field.name) is not None:
-            known[field.name] = content[field.name]
+            raise UsageError(f"{path}: {name} is {content[name]!r}, but minipar's models have {value!r}")
+    names = [field.name for field in fields(CONFIGS[kind])]
+    known = {name: content[name] for name in names if content.get(name) is not None}
     try:
         return CONFIGS[kind](**known)
     except (TypeError, ValueError) as error:
@@ -76,11 +61,10 @@ def load_config(directory: str | Path) -> TransformerConfig:
 def load_pretrained(directory: str | Path, **options: Any) -> LanguageModel:
     """Load the model of a directory; `options` are those of the model's class, such as its dtype.
 
-    The weights are in model.safetensors or, without that, in the files that model.safetensors.index.json names.
     UsageError for tensors that are missing, misshapen or unexpected.
     """
     config = load_config(directory)
-    tensors = read_tensors(Path(directory))
+    tensors = read_tensors(Path(directory) / "model.safetensors")
     model = config.build(**options)
     if config.tie_word_embeddings:
         tensors.pop(HEAD, None)
@@ -91,28 +75,19 @@ def load_pretrained(directory: str | Path, **options: Any) -> LanguageModel:
     return model
 
 
-def read_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """Read all tensors of a directory, by their parameters' names. UsageError."""
-    index = directory / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if not (directory / "model.safetensors").exists() and index.exists():
-        names = set(read_json(index)["weight_map"].values())
-    tensors = {}
-    for name in sorted(names):
-        try:
-            for key, tensor in load_file(directory / name).items():
-                if not key.endswith(BUFFERS):
-                    tensors[key.removeprefix(PREFIX)] = tensor
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"{directory / name} cannot be read: {error}") from None
-    return tensors
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Read all tensors of a file, by their parameters' names. UsageError."""
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    return {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items() if not key.endswith(BUFFERS)}
 
 
 def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str, np.ndarray] | None = None) -> None:
     """Write config.json and model.safetensors so that transformers' `from_pretrained` loads them.
 
-    `state` has the parameters if the model itself does not hold them all, as in ZeRO stage 3. Each file is written
-    under another name and renamed, so that a reader never sees half of one.
+    `state` has the parameters if the model itself does not hold them all, as in ZeRO stage 3.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -125,10 +100,6 @@ def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str
         config["architectures"] = ["GPT2LMHeadModel"]
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):  # without them transformers assumes 0.1
             config[name] = model.drop.p
-    arrays = {}
-    for name, array in (state or model.state_dict()).items():
-        arrays[name] = np.ascontiguousarray(array)
-    save_file(arrays, directory / "model.safetensors.partial", metadata={"format": "pt"})
-    (directory / "config.json.partial").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for name in ("model.safetensors", "config.json"):
-        os.replace(directory / f"{name}.partial", directory / name)
+    arrays = {name: np.ascontiguousarray(array) for name, array in (state or model.state_dict()).items()}
+    save_file(arrays, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

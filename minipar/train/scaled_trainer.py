@@ -1,9 +1,8 @@
-"""The trainer of `--dtype fp16`: it multiplies the loss by a scale, and skips a step whose gradient overflows."""
+"""The trainer of `--dtype float16`: it multiplies the loss by a scale, and skips a step whose gradient overflows."""
 
 import math
 from argparse import Namespace
 
-from minipar.backend import xp
 from minipar.comm.mesh import DeviceMesh
 from minipar.more.precision import LossScale
 from minipar.train.data import Tokens
@@ -21,8 +20,7 @@ class ScaledTrainer(Trainer):
     def gradient(self, step: int) -> float:
         self.loss_factor = self.scale.factor / self.tokens_per_step
         loss = super().gradient(step)
-        for p in self.ddp.parameters():
-            p.grad = xp.multiply(p.grad, 1 / self.scale.factor, out=p.grad)
+        self.scale.divide(self.ddp.parameters())
         return loss
 
     def update(self, step: int, loss: float) -> StepResult:

@@ -2,8 +2,8 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,6 @@ from minipar.train.data import Batches, Tokens
 from minipar.train.parallelize import parallelize
 from minipar.train.pretrained import load_pretrained
 
-DIGITS = {"bfloat16": 3, "float16": 4, "float32": 5, "float64": 10}  # a validation loss has so many
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -41,19 +39,11 @@ class StepResult:
 def make_model(args: Namespace) -> LanguageModel:
     """Make the serial model: of the flags' shape, or what `--init-from` holds."""
     options: dict[str, Any] = {"dtype": args.dtype, "recompute": args.recompute == "full"}
-    if args.shape.model_type == "gpt2":
+    if args.dropout:
         options["dropout"] = args.dropout
     if args.init_from is not None:
         return load_pretrained(args.init_from, **options)
     return args.shape.build(seed=args.seed, deferred=True, **options)
-
-
-def add_up(losses: Sequence[float]) -> float:
-    """Add from left to right. NumPy's sum adds in pairs, and Python's is compensated from version 3.12 on."""
-    total = 0.0
-    for loss in losses:
-        total += loss
-    return total
 
 
 class Trainer:
@@ -107,20 +97,24 @@ class Trainer:
 
     def update(self, step: int, loss: float) -> StepResult:
         """Clip the gradient and take the optimizer's step, if loss and gradient are finite."""
-        args = self.args
         memory.enter("optimizer")
         with self.mesh.world.tracer.region("optimizer"):
-            norm = self.clip_grad_norm(args.clip_grad or None)
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            norm = self.clip_grad_norm(self.args.clip_grad or None)
+            if math.isfinite(loss) and math.isfinite(norm):
+                self.update_parameters(step)
+            else:
                 self.handle_overflow(step, loss, norm)
-                return StepResult(step, loss, norm)
-            self.optimizer.lr = learning_rate(
-                step, lr=args.lr, schedule=args.lr_schedule, warmup_steps=args.warmup_steps, total_steps=args.steps
-            )
-            self.optimizer.step()
-            wait_for_device()
-        self.send_tied_weight()
         return StepResult(step, loss, norm)
+
+    def update_parameters(self, step: int) -> None:
+        """Take the optimizer's step, with the learning rate of this step."""
+        args = self.args
+        self.optimizer.lr = learning_rate(
+            step, lr=args.lr, schedule=args.lr_schedule, warmup_steps=args.warmup_steps, total_steps=args.steps
+        )
+        self.optimizer.step()
+        wait_for_device()
+        self.send_tied_weight()
 
     # ---- the gradient of a replica -----------------------------------------------------------------------------------
 
@@ -133,16 +127,20 @@ class Trainer:
         if self.pipeline is not None:
             self.pipeline.fetch_tied_gradient()
         self.ddp.synchronize()
-        return add_up(losses)
+        return sum(losses)
 
     def run_schedule(self, step: int, replica: int) -> list[float]:
         """Run forward and backward of all microbatches in the schedule's order; return their summed losses.
 
         Without a pipeline the schedule is that of one stage: one microbatch after the other.
         """
-        # They are read before the first action: between two actions, the other ranks would wait.
-        batches = [self.batch(step, replica, m) for m in range(self.args.microbatches)]
-        losses = [0.0] * self.args.microbatches
+        args = self.args
+        part = self.context.part  # this rank of cp has a part of the tokens
+        batches = []
+        for m in range(args.microbatches):
+            inputs, targets = self.batches.batch(step, self.samples(replica, m))
+            batches.append((from_host(part(inputs)), from_host(part(targets))))  # (B, T/c) each
+        losses = [0.0] * args.microbatches
 
         def tokens(m: int) -> Array:
             return batches[m][0]
@@ -158,30 +156,22 @@ class Trainer:
             phase = "forward" if action.kind == "F" else "backward"
             memory.enter(phase)
             region = self.mesh.world.tracer.region(phase if self.pipeline is None else str(action))
-            keys = DropoutKeys(self.args.seed, step, self.samples(replica, m))
-            masks = dropping(keys)  # the same in every layout
+            masks = dropping(DropoutKeys(args.seed, step, self.samples(replica, m)))  # the same in every layout
+            # The last microbatch's backward sums gradients over the replicas; before, they add up on each rank.
+            sends = args.sync_every_microbatch or m == args.microbatches - 1
+            summing = nullcontext() if sends else self.ddp.no_sync()
             # `ddp.loss` would divide by this microbatch's targets alone; backward begins with the right factor.
-            with self.summing(m), masks, self.ddp.scaled_backward(), region:
+            with summing, masks, self.ddp.scaled_backward(), region:
                 yield
             self.after_action(action)
 
         self.executor.run(tokens, loss, self.loss_factor, around)
         return losses
 
-    def summing(self, microbatch: int) -> AbstractContextManager[None]:
-        """Sum gradients over the replicas in the last microbatch's backward; before, they add up on each rank."""
-        is_last = microbatch == self.args.microbatches - 1
-        return nullcontext() if is_last or self.args.sync_every_microbatch else self.ddp.no_sync()
-
     def after_action(self, action: Any) -> None:
-        """Wait for the sums of each microbatch's gradients, with `--sync-every-microbatch`."""
+        """Wait for the sums of a microbatch's gradients, with `--sync-every-microbatch`."""
         if self.args.sync_every_microbatch and action.kind == "B" and action.microbatch < self.args.microbatches - 1:
             self.ddp.synchronize()
-
-    def batch(self, step: int, replica: int, microbatch: int) -> tuple[Array, Array]:
-        """Return a microbatch's inputs and targets, of which this rank of cp computes a part: (B, T/c) each."""
-        inputs, targets = self.batches.batch(step, self.samples(replica, microbatch))
-        return from_host(self.context.part(inputs)), from_host(self.context.part(targets))
 
     def samples(self, replica: int, microbatch: int) -> range:
         """Return the positions, in the global batch, of a replica's samples in one microbatch."""
@@ -201,8 +191,8 @@ class Trainer:
         bad = [placement_of(p).name for p in self.ddp.parameters() if not xp.isfinite(p.grad).all()]
         places = world.all_gather_bytes(f"rank {world.rank}, {bad[0]}".encode() if bad else b"")
         where = next(filter(None, places), b"the loss alone").decode()
-        problem = f"loss {loss:g} and gradient norm {norm:g} in step {step + 1} ({where})"
-        raise UsageError(f"training has diverged: {problem}; try a smaller --lr than {self.args.lr:g}")
+        values = f"loss {loss:g}, gradient norm {norm:g}, --lr {self.args.lr:g}"
+        raise UsageError(f"training has diverged in step {step + 1} ({where}): {values}")
 
     def send_tied_weight(self) -> None:
         """Send the token embedding to the pipeline's last stage, whose head it is too."""
@@ -230,9 +220,8 @@ class Trainer:
     def validation_loss(self, held_out: np.ndarray) -> float:
         """Return the mean loss of held-out samples, (n, T + 1): the same in every layout. All ranks call it.
 
-        Each sample is a batch of its own, and losses are added in the samples' order. Tensor parallelism alone adds in
-        another order, within its products, so the loss is rounded to DIGITS. Sends what forward sends for each sample,
-        and the losses, 8 bytes each.
+        Each sample is a batch of its own, and losses are added in the samples' order. tp and cp alone add in another
+        order, within a sample. Sends what forward sends for each sample, and the losses, 8 bytes each.
         """
         dp = self.mesh.dp
         count = len(held_out)
@@ -248,5 +237,4 @@ class Trainer:
                     losses[i] = self.model.criterion(logits, from_host(targets)).item()
         self.mesh.dp_cp.all_reduce(losses, algorithm="ordered")
         self.mesh.pp.all_reduce(losses, algorithm="ordered")
-        mean = add_up(losses[:count]) / (count * self.args.seq_len)
-        return float(f"{mean:.{DIGITS[self.args.dtype]}g}")
+        return sum(losses[:count]) / (count * self.args.seq_len)

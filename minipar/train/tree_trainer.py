@@ -22,9 +22,8 @@ def check_tree(args: Namespace) -> None:
     """
     goes_on_cpu = args.dtype in ("float32", "float64") and args.device == "cpu"
     if not goes_on_cpu or args.cp > 1 or args.sync_every_microbatch or args.shape.model_type == "mixtral":
-        run = f"--model {args.model} --dtype {args.dtype} --device {args.device} --cp {args.cp}"
-        rule = "gpt2 or llama in fp32 or fp64 on the CPU, with cp 1 and without --sync-every-microbatch"
-        raise UsageError(f"--reduction tree is for {rule}; given: {run}")
+        rule = "gpt2 or llama in float32 or float64 on the CPU, with cp 1 and without --sync-every-microbatch"
+        raise UsageError(f"--reduction tree is for {rule}")
     if args.microbatches is None:
         args.microbatches = max(1, args.global_batch // args.dp)
     for name in ("dp", "tp", "microbatches"):
@@ -33,8 +32,8 @@ def check_tree(args: Namespace) -> None:
             raise UsageError(f"--reduction tree with {name} = {size}: pairs are added, so it is a power of two")
     leaves = leaf_count(args.shape, args.seq_len)
     if args.tp > leaves:
-        why = "the largest power of two in heads, heads of keys, ffn, vocab-size and seq-len"
-        raise UsageError(f"--reduction tree with tp = {args.tp}: a layer has {leaves} leaves, {why}")
+        common = "the power of two in heads, heads of keys, ffn, vocab-size and seq-len"
+        raise UsageError(f"--reduction tree with tp = {args.tp} is more than {leaves}, {common}")
 
 
 class TreeTrainer(Trainer):

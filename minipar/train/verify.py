@@ -12,16 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minipar.backend import Array, from_host, xp
+from minipar.backend import Array, from_host
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.threads import serial
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.placement import placement_of
 from minipar.train import checkpoint
 from minipar.train.data import Tokens
 from minipar.train.flags import is_exact
 from minipar.train.scaled_trainer import ScaledTrainer
-from minipar.train.trainer import StepResult, Trainer, add_up
+from minipar.train.trainer import StepResult, Trainer
 from minipar.train.tree_trainer import TreeTrainer
 
 BOUND = 1e-9  # relative, in float64
@@ -40,17 +39,16 @@ class OneDevice(Trainer):
 
     def replica_gradient(self, step: int) -> float:
         """Add the gradients of all replicas as the `ordered` all-reduce does; return their summed loss."""
-        total: Array = 0
+        buckets = self.ddp.buckets
+        totals: list[Array] = [0] * len(buckets)
         total_loss = 0.0
         with self.ddp.no_sync():
             for replica in range(self.args.dp):
                 self.ddp.zero_grad()
-                total_loss += add_up(self.run_schedule(step, replica))
-                total = total + xp.concatenate([bucket.complete() for bucket in self.ddp.buckets])
-        start = 0
-        for bucket in self.ddp.buckets:
-            bucket.complete()[...] = total[start : start + bucket.size]
-            start += bucket.size
+                total_loss += sum(self.run_schedule(step, replica))
+                totals = [total + bucket.complete() for total, bucket in zip(totals, buckets, strict=True)]
+        for total, bucket in zip(totals, buckets, strict=True):
+            bucket.complete()[...] = total
         self.ddp.synchronize()
         return total_loss
 
@@ -96,8 +94,8 @@ def read_whole(single: Trainer, directory: str) -> None:
     """Read a checkpoint's whole arrays on one device. `checkpoint.resume`, which cuts them, is what is checked."""
     folder = checkpoint.newest(directory)
     for kind, values in checkpoint.states_of(single).items():
-        for p, own in zip(single.optimizer.parameters, values, strict=True):
-            own[...] = from_host(np.load(folder / kind / f"{placement_of(p).name}.npy"))
+        for name, own in values.items():
+            own[...] = from_host(np.load(folder / kind / f"{name}.npy"))
     single.take_state(checkpoint.read_run(directory))
 
 
@@ -118,9 +116,9 @@ def compare(ranks: dict[str, np.ndarray], single: dict[str, np.ndarray], size: i
         ours = ranks[name]
         if ours.tobytes() == theirs.tobytes() and np.isfinite(ours).all():
             continue
-        largest = float(np.abs(theirs).max(initial=0.0)) or 1.0
+        largest = float(np.abs(theirs).max()) or 1.0
         difference = np.abs(ours.astype(np.float64) - theirs)
-        found = float(difference.max(initial=0.0)) / largest
+        found = float(difference.max()) / largest
         if exact or not found <= BOUND:  # NaN is within no bound
             rule = "bits are promised" if exact else f"the bound is {BOUND:g}"
             return f"verify: FAILED: {run} differ from 1 device by {found:.1e} in {name}; {rule}"

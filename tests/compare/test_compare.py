@@ -183,12 +183,11 @@ def test_the_keys_bias_which_is_noise_is_no_difference(tmp_path):
     assert compare(tmp_path / "a", tmp_path / "b").equal
 
 
-@pytest.mark.parametrize("factor", [2.0, math.inf])
 @pytest.mark.parametrize(("dim", "strip"), [(0, 4), (1, 0)])
-def test_the_strips_that_differ_are_named(dim, strip, factor, tmp_path):
+def test_the_strips_that_differ_are_named(dim, strip, tmp_path):
     gradients = {"a": np.random.default_rng(4).normal(size=(5, 4))}
     gradients["b"] = gradients["a"].copy()
-    np.moveaxis(gradients["b"], dim, 0)[strip] *= factor
+    np.moveaxis(gradients["b"], dim, 0)[strip] *= 2
     for run in "ab":
         zeros = {"w": np.zeros((5, 4))}
         Record(tmp_path / run, zeros).step(0, 5.0, 1.0, {"w": gradients[run]}, zeros)

@@ -10,11 +10,12 @@ import minipar
 from minipar import generate
 from minipar.bench.__main__ import bench
 from minipar.cli import report
-from minipar.comm.threads import serial
+from minipar.comm.threads import run_local, serial
 from minipar.compare import differences
 from minipar.errors import UsageError, printable
 from minipar.nn import GPT, GPTConfig
 from minipar.plan import __main__ as plan
+from minipar.train import __main__ as train
 from minipar.train.flags import parse
 from minipar.train.pretrained import save_pretrained
 from visualize import __main__ as visualize
@@ -28,25 +29,26 @@ TRAIN = {  # the flags, on how many ranks, and what the line shows
     "--model mixtrel": (1, "mixtrel"),
     "--save-every 3": (1, "--save-every", "3", "--save"),
     "--resume nowhere": (1, "nowhere", "--save"),
-    "--dp 4 --zero-stage 3 --zero-replicas 3": (4, "--zero-replicas", "3", "4"),
+    "--dp 4 --zero-stage 3 --zero-replicas 3": (4, "3", "4"),
     "--zero-stage 1 --sync-every-microbatch": (1, "--zero-stage", "1", "--sync-every-microbatch"),
     "--cp 2 --dropout 0.1": (2, "--dropout", "0.1", "2"),
     "--tp 2 --sequence-parallel --seq-len 7": (2, "7/2"),
     "--tp 3": (3, "heads/tp", "4/3"),
     "--reduction tree --microbatches 3": (1, "--reduction", "tree", "3"),
-    "--reduction tree --cp 2": (2, "--reduction", "tree", "--cp"),
-    "--reduction tree --dtype bf16": (1, "--reduction", "tree", "bfloat16"),
+    "--reduction tree --cp 2": (2, "--reduction", "tree", "cp 1"),
+    "--reduction tree --dtype bfloat16": (1, "--reduction", "tree", "float32"),
     "--verify": (1, "--verify", "float32", "float64"),
     "--dp 3": (8, "dp", "3", "8"),
     "--dp 2 --tp 2 --pp 3": (8, "dp*tp*pp", "2*2*3", "12", "8"),
-    "--global-batch 10 --microbatches 3": (4, "global-batch", "10", "dp*microbatches", "4*3", "12"),
+    "--global-batch 10 --microbatches 3": (4, "global-batch", "10", "dp*microbatches", "4*3"),
 }
 
 
 @pytest.mark.parametrize("flags", TRAIN)
 def test_a_wrong_flag_of_a_training_is_refused(flags):
+    """... as the flags are read, or as the strategies are applied: before the first step."""
     ranks, *values = TRAIN[flags]
-    refused(UsageError, *values, by=lambda: parse(flags.split(), ranks))
+    refused(UsageError, *values, by=lambda: run_local(ranks, lambda comm: train.run(comm, flags.split())))
 
 
 @pytest.fixture

@@ -365,7 +365,7 @@ def test_ch13_precision_rounds_and_skips_alike():
         return comm.all_reduce(np.random.default_rng([13, comm.rank]).normal(size=1001).astype(np.float32).astype(bf16))
 
     def overflow(comm):
-        args = parse(f"{MODEL} --steps 3 --dtype fp16 --global-batch 2".split(), 2)
+        args = parse(f"{MODEL} --steps 3 --dtype float16 --global-batch 2".split(), 2)
         trainer = OverflowingTrainer(args, DeviceMesh(comm, dp=2), load_tokens(None, 256, 32))
         return [trainer.optimizer.steps for _ in trainer.train()], trainer.scale.factor
 

@@ -87,8 +87,8 @@ def all_state(trainer):
 
 WRITERS = {
     "float64": "--betas 0.8 0.95",
-    "bf16, which has masters": "--dtype bf16",
-    "fp16, whose first steps are skipped": "--dtype fp16",
+    "bf16, which has masters": "--dtype bfloat16",
+    "fp16, whose first steps are skipped": "--dtype float16",
 }
 READERS = ["--dp 2 --zero-stage 1", "--dp 1", "--dp 3 --zero-stage 3", "--tp 4", "--pp 2 --dp 2"]
 
@@ -127,7 +127,7 @@ def test_each_field_of_the_state_is_that_of_the_writer(writer, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_run_goes_on_after_a_skipped_step(tmp_path):
-    flags = "--dtype fp16 --dp 2 --zero-stage 2"
+    flags = "--dtype float16 --dp 2 --zero-stage 2"
 
     def rank(comm, config, stop):
         trainer = trainer_for(config, TEXT, comm)
@@ -190,7 +190,7 @@ def test_a_resume_sends_no_array_but_the_tied_weight(layout, tmp_path):
     assert sum(sent) == (3 * tied if "--pp" in layout else 0)
 
 
-def test_the_last_two_checkpoints_are_kept_and_a_leftover_goes(tmp_path):
+def test_every_checkpoint_is_kept_and_a_leftover_goes(tmp_path):
     leftover = tmp_path / "step-00000001.partial"
     leftover.mkdir()
     (leftover / "run.json").write_bytes(b"half of")
@@ -202,7 +202,8 @@ def test_the_last_two_checkpoints_are_kept_and_a_leftover_goes(tmp_path):
             checkpoint.save(trainer, str(tmp_path), result.step + 1)
 
     run_local(2, rank)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "step-00000003", "step-00000004"]
+    kept = [f"step-{step:08d}" for step in (1, 2, 3, 4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", *kept]
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------

@@ -5,12 +5,8 @@ test_trainer.py and plain_loop.py have the formulas of both orders.
 
 import numpy as np
 import pytest
-from training import config_for
 
-import minipar.train.data as data
-from minipar.comm import run_local
 from minipar.errors import UsageError
-from minipar.train import __main__ as program
 from minipar.train.data import Batches, Tokens, load_tokens
 
 
@@ -64,7 +60,7 @@ def test_the_standard_library_is_the_same_text_each_time():
     tokens = load_tokens(None, vocab_size=256, seq_len=64)
     again = load_tokens(None, vocab_size=256, seq_len=64)
     assert tokens.fingerprint() == again.fingerprint() and np.array_equal(tokens.ids, again.ids)
-    assert 10**6 < len(tokens.ids) <= data.LIBRARY_BYTES
+    assert len(tokens.ids) > 10**6
     text = tokens.ids.tobytes()
     assert b"\ndef " in text and b"\nimport " in text
 
@@ -82,7 +78,6 @@ def test_a_text_file_is_its_bytes_and_a_bin_file_its_uint16(write):
 @pytest.mark.parametrize("size", [2_000, 200_000])
 @pytest.mark.parametrize("name", ["a", "a.bin"])
 def test_the_fingerprint_sees_another_text(name, size, write):
-    """Only the length and 64 pieces of 1 KiB, evenly spaced, are read: the price of milliseconds."""
     text = np.random.Generator(np.random.Philox(1)).integers(0, 256, size, np.uint8)
 
     def fingerprint(content):
@@ -108,25 +103,9 @@ def test_a_file_that_cannot_be_used_is_refused(write, tmp_path):
     assert "missing" in refused(str(tmp_path / "missing"))
     assert str(tmp_path) in refused(str(tmp_path))
     assert "text.txt" in refused(write(b""))
-    assert "5 + 1 = 6" in refused(write(b"abcde"), seq_len=5)
+    assert "seq-len + 1 = 6" in refused(write(b"abcde"), seq_len=5)
     assert load_tokens(write(b"abcdef"), vocab_size=256, seq_len=5)
     assert "odd.bin" in refused(write(b"1234567", "odd.bin"))
-
-
-def test_ranks_that_read_different_texts_are_refused(tmp_path):
-    """The file has the same length and the same name, as a copy of a file that is stale on one host."""
-    text = bytes(range(200))
-    for rank in range(3):
-        (tmp_path / f"{rank}").mkdir()
-        (tmp_path / f"{rank}" / "text").write_bytes(text[:77] + bytes([9 if rank == 2 else 77]) + text[78:])
-
-    def rank(comm, last):
-        flags = f"--seq-len 8 --global-batch 12 --data {tmp_path}/{min(comm.rank, last)}/text"
-        return program.make_trainer(config_for(flags, comm.size), comm)
-
-    assert len(run_local(3, rank, 1)) == 3
-    with pytest.raises(UsageError, match="text"):
-        run_local(3, rank, 2)
 
 
 @pytest.mark.parametrize("position", [0, 40, 100_000])

@@ -12,7 +12,6 @@ from minipar.compare.differences import main as compare
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.train import __main__ as program
-from minipar.train.flags import parse
 from minipar.train.pretrained import load_pretrained, save_pretrained
 from minipar.train.trainer import Trainer
 
@@ -23,7 +22,7 @@ def run(flags, ranks=1):
     """Run `python -m minipar.train` on threads; return the exit code of each rank."""
 
     def rank(comm):
-        return program.run_job(parse(f"{TINY} {flags}".split(), ranks, comm.rank == 0), comm)
+        return program.run(comm, f"{TINY} {flags}".split())
 
     with np.errstate(), pytest.MonkeyPatch.context() as patch:  # the program changes the process's settings
         if ranks == 1:
@@ -95,7 +94,7 @@ def test_a_model_directory_trains_on_from_its_weights(tmp_path):
     np.random.Generator(np.random.Philox(1)).integers(0, 300, 2000).astype("<u2").tofile(tmp_path / "tokens.bin")
     flags = f"--init-from {tmp_path}/start --data {tmp_path}/tokens.bin --seq-len 16 --global-batch 4 --steps 2"
     flags += f" --lr 1e-9 --dtype float64 --reduction ordered --verify --export {tmp_path}/end --zero-stage 3"
-    assert run_local(2, lambda comm: program.run_job(parse(flags.split(), 2), comm)) == [0, 0]
+    assert run_local(2, lambda comm: program.run(comm, flags.split())) == [0, 0]
     end = load_pretrained(tmp_path / "end", dtype="float64")
     assert end.config == model.config
     for name, x in model.state_dict().items():
@@ -168,7 +167,7 @@ def test_one_rank_with_a_bad_gradient_is_named_on_all(monkeypatch):
 
     def rank(comm):
         with pytest.raises(UsageError) as caught:
-            program.run_job(parse(f"{TINY} --zero-stage 2 --steps 5".split(), 3), comm)
+            program.run(comm, f"{TINY} --zero-stage 2 --steps 5".split())
         return str(caught.value)
 
     with np.errstate():

@@ -56,7 +56,7 @@ AXES = {
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("axis", AXES)
 def test_an_overflow_on_one_rank_skips_the_step_everywhere(axis, where):
-    args = config_of(f"{RUN} {AXES[axis]} --dtype fp16")
+    args = config_of(f"{RUN} {AXES[axis]} --dtype float16")
     kind = overflowing(args, where)
 
     def rank(comm):
@@ -73,7 +73,7 @@ def test_an_overflow_on_one_rank_skips_the_step_everywhere(axis, where):
 
 def test_a_scale_below_1_ends_the_run():
     """16 overflows in a row have brought it from 2^16 to 1; the next one is a training that diverges."""
-    args = config_of(f"{RUN} --dp 2 --dtype fp16 --steps 40")
+    args = config_of(f"{RUN} --dp 2 --dtype float16 --steps 40")
     with pytest.raises(UsageError, match=r"step 17 \(rank 0, "):
         on_each_rank(args, TEXT, lambda *_: None, overflowing(args, 0, range(100)))
 
@@ -81,7 +81,7 @@ def test_a_scale_below_1_ends_the_run():
 def test_the_scale_starts_at_2_to_the_16_and_doubles_after_2000():
     """The figures of docs/command-line.md, of which the other tests use the names."""
     assert GOOD_STEPS == 2000
-    trainer = trainer_for(config_of(f"{RUN} --dtype fp16"), TEXT)
+    trainer = trainer_for(config_of(f"{RUN} --dtype float16"), TEXT)
     trainer.scale.values["good_steps"] = GOOD_STEPS - 2
     scales = [trainer.scale.factor]
     for step in range(3):
@@ -95,7 +95,7 @@ def test_the_scale_changes_no_gradient(model):
     """It is a power of two; without it, fp16 loses gradients below 2^-24."""
     states = []
     for factor in (SCALE, SCALE / 2):
-        trainer = trainer_for(config_of(f"{RUN} --dtype fp16 {model}"), TEXT)
+        trainer = trainer_for(config_of(f"{RUN} --dtype float16 {model}"), TEXT)
         trainer.scale.values["factor"] = factor
         trainer.step(0)
         states.append([p.grad.astype("float32") for p in trainer.ddp.parameters()])
@@ -107,7 +107,7 @@ def test_a_resumed_run_goes_on_counting_skipped_steps(tmp_path):
     skipped = []
     for first, steps in ((0, 3), (3, 4), (4, 6)):
         resume = f"--resume {tmp_path}" if first else ""
-        args = config_of(f"{RUN} --dp 2 --dtype fp16 {resume} --steps {steps}")
+        args = config_of(f"{RUN} --dp 2 --dtype float16 {resume} --steps {steps}")
 
         def count(trainer, results, steps=steps):
             checkpoint.save(trainer, tmp_path, steps)
@@ -120,7 +120,7 @@ def test_a_resumed_run_goes_on_counting_skipped_steps(tmp_path):
 @pytest.mark.parametrize("layout", ["--dp 2 --zero-stage 2", "--pp 2 --microbatches 2", "--dp 3"])
 def test_a_run_resumed_after_a_skipped_step_never_stopped(layout, tmp_path):
     """AdamW counts updates, not steps: the third step is the second update, of the resumed run too."""
-    flags = f"{RUN} {layout} --dtype fp16 --steps 5"
+    flags = f"{RUN} {layout} --dtype float16 --steps 5"
     args = config_of(flags)
     kind = overflowing(args, 1)
     whole = on_each_rank(args, TEXT, seen, kind)[0]
@@ -138,13 +138,13 @@ def seen(trainer, results):
 # ---- other dtypes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axis", AXES)
 def test_a_gradient_that_is_not_finite_is_named(axis, dtype):
     args = config_of(f"{RUN} {AXES[axis]} --dtype {dtype}")
     with pytest.raises(UsageError) as stopped:
         on_each_rank(args, TEXT, lambda *_: None, overflowing(args, 1))
-    assert re.search(r"norm (inf|nan) in step 2 \(rank [01], \S+\.(weight|bias)\)", str(stopped.value))
+    assert re.search(r"step 2 \(rank [01], \S+\.(weight|bias)\).* norm (inf|nan)", str(stopped.value))
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -163,5 +163,5 @@ def test_the_first_rank_and_parameter_not_finite_are_named():
             p.grad = np.full(p.shape, np.nan if comm.rank > 0 and number > 1 else 1.0)
         trainer.handle_overflow(4, 3.0, math.nan)
 
-    with pytest.raises(UsageError, match=r"loss 3 .* nan in step 5 \(rank 1, ln_f\.weight\)"):
+    with pytest.raises(UsageError, match=r"step 5 \(rank 1, ln_f\.weight\).* 3, .* nan"):
         run_local(3, rank)

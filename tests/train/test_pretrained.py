@@ -1,7 +1,6 @@
 """Claims about model directories: they come back as they were, say what transformers reads, and are refused if bad."""
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -123,13 +122,10 @@ def test_the_files_say_what_transformers_has_to_know(kind, tmp_path):
 
 
 OTHER_FUNCTIONS = {  # transformers builds another function of other values
-    "gpt2": (
-        "activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings",
-        "add_cross_attention",
-    ),
-    "llama": ("hidden_act", "attention_bias", "mlp_bias", "rope_scaling"),
-    "mixtral": ("hidden_act", "router_jitter_noise", "sliding_window", "rope_scaling"),
-}  # fmt: skip
+    "gpt2": ("activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+    "llama": ("hidden_act", "rope_scaling"),
+    "mixtral": ("hidden_act", "sliding_window", "rope_scaling"),
+}
 
 
 @pytest.mark.parametrize("kind", OTHER_FUNCTIONS)
@@ -223,69 +219,12 @@ def test_files_of_two_byte_values_load_exactly(tmp_path):
         assert parameter.dtype == np.float64 and np.array_equal(parameter.data, (bits[name] << 16).view(np.float32))
 
 
-# ---- several files ---------------------------------------------------------------------------------------------------
-
-
-def write_shards(directory, state, places):
-    """Write each tensor into the file that `places` gives it, and the index."""
-    for file in set(places.values()):
-        save_file({name: x for name, x in state.items() if places[name] == file}, directory / file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-
-
-@pytest.fixture
-def sharded(tmp_path):
-    """Return a directory of two shards, the state in it, and which tensor is where."""
-    save_pretrained(GPT(SMALL, seed=3), tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    places = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(state)}
-    write_shards(tmp_path, state, places)
-    return tmp_path, state, places
-
-
-def test_a_sharded_directory_loads_where_its_index_says(sharded):
-    directory, state, places = sharded
-    loaded = load_pretrained(directory).state_dict()
-    assert all(np.array_equal(loaded[name], x) for name, x in state.items())
-
-
-def test_one_whole_file_comes_before_an_index(sharded):
-    directory, state, _ = sharded
-    save_file({name: x + 1 for name, x in state.items()}, directory / "model.safetensors")
-    assert np.array_equal(load_pretrained(directory).state_dict()["wpe.weight"], state["wpe.weight"] + 1)
-
-
-BAD_INDEXES = {
-    "a shard missing": ({"ln_f.bias": "part-2.safetensors"}, "part-2.safetensors"),
-    "a path from the root": ({"ln_f.bias": "/etc/passwd"}, "/etc/passwd"),
-    "the parent": ({"ln_f.bias": ".."}, ".."),
-    "the config": ({"ln_f.bias": "config.json"}, "config.json"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_INDEXES)
-def test_a_bad_index_is_refused_in_one_line(name, sharded):
-    directory, _, places = sharded
-    change, named = BAD_INDEXES[name]
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places | change}))
-    with pytest.raises(UsageError) as error:
-        load_pretrained(directory)
-    assert named in str(error.value) and "\n" not in str(error.value)
-
-
 # ---- bad directories -------------------------------------------------------------------------------------------------
 
 
 def cut_off(directory):
     data = (directory / WEIGHTS).read_bytes()
     (directory / WEIGHTS).write_bytes(data[:-8])
-
-
-def pipe_as_config(directory):
-    """Put a pipe there, whose end a reader would wait for."""
-    (directory / "config.json").unlink()
-    os.mkfifo(directory / "config.json")
 
 
 def settings(**changes):
@@ -301,9 +240,6 @@ BAD_GPTS = {  # what is done to the directory, and what the message has to name
     "no directory": (shutil.rmtree, "config.json"),
     "no weights": ((lambda d: (d / WEIGHTS).unlink()), WEIGHTS),
     "not JSON": ((lambda d: (d / "config.json").write_text("{")), "config.json"),
-    "no object": ((lambda d: (d / "config.json").write_text("[3]")), "config.json"),
-    "JSON nested deeply": ((lambda d: (d / "config.json").write_text("[" * 10**6 + "]" * 10**6)), "config.json"),
-    "a pipe as config": (pipe_as_config, "config.json"),
     "weights cut off": (cut_off, WEIGHTS),
     "only a header's length": ((lambda d: (d / WEIGHTS).write_bytes((2**30).to_bytes(8, "little"))), WEIGHTS),
     "a size of the wrong kind": (settings(n_layer="two"), "config.json: n_layer .*'two'"),

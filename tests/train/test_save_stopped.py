@@ -51,11 +51,11 @@ def killed_at(number, trainer, folder):
 def state(trainer):
     """All that a step changes."""
     kinds = checkpoint.states_of(trainer).items()
-    return bits({f"{kind} {i}": array for kind, arrays in kinds for i, array in enumerate(arrays)})
+    return bits({f"{kind} {i}": array for kind, arrays in kinds for i, array in arrays.items()})
 
 
 def test_a_save_killed_at_any_operation_leaves_a_whole_one(tmp_path):
-    """Two checkpoints are there and the third is being written, which then removes the first."""
+    """Two checkpoints are there and the third is being written."""
     trainer = trainer_for(config_for(TINY), TOKENS)
     states = {}
     for result in trainer.train():
@@ -78,7 +78,7 @@ def test_a_save_killed_at_any_operation_leaves_a_whole_one(tmp_path):
             resumed.step(newest[-1])
             assert state(resumed) == states[newest[-1] + 1]
             checkpoint.save(resumed, str(folder), newest[-1] + 1)
-            kept = [f"step-{step:08d}" for step in (newest[-1], newest[-1] + 1)]
+            kept = [f"step-{step:08d}" for step in range(1, newest[-1] + 2)]
             assert sorted(path.name for path in folder.iterdir()) == kept
         shutil.rmtree(folder)
-    assert newest == sorted(newest) and newest.count(2) > 40 and newest.count(3) > 40
+    assert newest == sorted(newest) and newest.count(2) > 40 and newest.count(3) == 1  # whole once it is renamed

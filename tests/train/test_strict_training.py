@@ -72,7 +72,7 @@ def test_every_layout_trains_on_a_device_as_on_the_host(device, flags):
     assert equals_one_device(flags, exact=False) == []
 
 
-@pytest.mark.parametrize("flags", ["--dtype bf16", "--dtype fp16 --zero-stage 3"])
+@pytest.mark.parametrize("flags", ["--dtype bfloat16", "--dtype float16 --zero-stage 3"])
 def test_two_bytes_train_on_a_device(device, flags):
     state, reports = run_until(TEXT, config_of(f"--dp 2 {flags}"))
     with using(np):
