@@ -154,11 +154,10 @@ def test_a_users_own_gpu_and_program(tmp_path):
         (find_gpu, '{"like": "a100", "memory": NaN}', "memory is nan"),
         (find_gpu, '{"like": "h100", "attention": 2}', "attention is 2"),
         (find_gpu, '{"like": []}', "like"),
-        (find_gpu, 10**5 * "[", "mine.json"),
         (find_program, '{"like": "pytorch"}', "pytorch"),
         (find_program, '{"link": 1}', "link"),
         (find_program, '{"products": 1.5}', "products is 1.5"),
-        (find_program, "[]", "mine.json"),
+        (find_program, "[3]", "mine.json"),
     ],
 )
 def test_a_file_that_describes_no_gpu_or_program(find, text, words, tmp_path):
@@ -166,8 +165,6 @@ def test_a_file_that_describes_no_gpu_or_program(find, text, words, tmp_path):
     path.write_text(text)
     with pytest.raises(UsageError, match=words):
         find(str(path))
-    with pytest.raises(UsageError, match="/dev/zero"):
-        find("/dev/zero")
 
 
 HUGE = {"model": "gpt3-175b", "gpus": "1048576", "gpus_per_node": "1048576", "global_batch": "16777216"}

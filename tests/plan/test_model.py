@@ -124,9 +124,8 @@ def test_a_config_json_describes_a_model(tmp_path):
         (json.dumps(LLAMA | {"num_key_value_heads": 0}), "num_key_value_heads = 0"),
         (json.dumps(MIXTRAL | {"num_experts_per_tok": 9}), "top-k 9"),
         ('{"n_layer": 1' + 5000 * "0" + "}", "config.json"),
-        (100_000 * "[", "config.json"),
         (2**21 * " ", "config.json"),
-        ("[]", "list"),
+        ("[3]", "config.json"),
     ],
 )
 def test_a_file_that_describes_no_model_is_refused(tmp_path, text, words):
