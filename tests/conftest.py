@@ -1,6 +1,7 @@
 """Shared by all tests. Every test process is set up as a rank is: with one BLAS thread."""
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -8,6 +9,17 @@ import pytest
 from minipar import backend
 
 backend.prepare_process()
+LOADING = threading.Lock()
+load = np.load
+
+
+def load_alone(*args, **options):
+    """Read an array. The parser of its header is not safe in threads before Python 3.11.8 (cpython issue 106905)."""
+    with LOADING:
+        return load(*args, **options)
+
+
+np.load = load_alone
 gc.disable()  # until the tests are collected: they are all kept
 
 

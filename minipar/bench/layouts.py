@@ -31,13 +31,13 @@ from minipar.nn import MixtralConfig
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.memory import precision_of
 from minipar.parallel.pipeline.actions import Schedule
+from minipar.parallel.pipeline.schedules import make
 from minipar.plan.cluster import AlphaBeta, Assumptions, Cluster, Gpu, model_clock_cluster
 from minipar.plan.layout import MINIPAR, Framework, Layout
 from minipar.plan.model import LLAMA, ModelShape
 from minipar.plan.rank_bytes import Memory, memory
 from minipar.plan.step_time import StepTime, step_time
 from minipar.train.flags import parse
-from minipar.train.parallelize import schedule_of
 from minipar.train.trainer import Trainer
 
 # As `python -m minipar.train` takes them.
@@ -87,7 +87,7 @@ MOST_RANKS = 1024  # threads
 def step_layout(args: Namespace, schedule: Schedule | None = None) -> StepLayout:
     """Return the layout of parsed flags for `predicted_traffic`; `schedule` replaces that of the flags."""
     if schedule is None and args.pp > 1:
-        schedule = schedule_of(args, args.pp)
+        schedule = make(args.schedule, args.pp, args.microbatches, args.virtual_stages)
     itemsize = np.dtype(args.dtype).itemsize
     sums = max(4, itemsize)  # gradients of 2 bytes are added up, and summed over ranks, in float32
     return StepLayout(
@@ -158,7 +158,7 @@ def layout_of(args: Namespace) -> Layout:
 
 def stages_of(args: Namespace) -> int:
     """Return the number of pipeline stages."""
-    return schedule_of(args, args.pp).stages
+    return make(args.schedule, args.pp, args.microbatches, args.virtual_stages).stages
 
 
 def framework_of(args: Namespace) -> Framework:

@@ -23,7 +23,6 @@ from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Durations, Schedule, Slot, Time, Timeline, parse_action, simulate
 from minipar.train.data import Tokens
 from minipar.train.flags import parse
-from minipar.train.parallelize import schedule_of
 from minipar.train.trainer import Trainer
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
@@ -66,7 +65,7 @@ def measure(comm: Communicator, runs: dict[str, argparse.Namespace], repeat: int
     mesh = DeviceMesh(timed, pp=comm.size)
     # All of them first: too few layers for one schedule's stages show before any time is spent on another's steps.
     trainers = {name: Trainer(args, mesh, random_tokens(args)) for name, args in runs.items()}
-    schedules = {name: schedule_of(args, args.pp) for name, args in runs.items()}
+    schedules = {name: trainer.executor.schedule for name, trainer in trainers.items()}
     steps: dict[str, list[Timeline]] = {name: [] for name in runs}
     for step in range(WARMUP + repeat):
         for name, trainer in trainers.items():

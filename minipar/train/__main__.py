@@ -8,7 +8,6 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 
 import numpy as np
 
@@ -90,7 +89,7 @@ def train(trainer: Trainer, held_out: np.ndarray | None) -> list[StepResult]:
     say(world, opening(trainer))
     if args.trace:
         start_trace(world)
-    np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the trainer says it once
+    np.seterr(all="ignore")  # every rank would warn; the trainer says it once
     results = []
     signals = noted_signals() if args.save else []
     spoken = 0.0  # when the last line was printed
@@ -126,13 +125,12 @@ def is_due(step: int, steps: int, every: int | None) -> bool:
 def opening(trainer: Trainer) -> str:
     """Return the lines before the first step."""
     args = trainer.args
-    tokens = trainer.batches.tokens
     sizes = f"{args.layers} layers, hidden {args.hidden}, {args.heads} heads, {args.dtype}"
     model = f"{args.shape.model_type} with {sum(trainer.sizes.values()):,} parameters ({sizes})"
     mesh = f"dp {args.dp}, tp {args.tp}, pp {args.pp}, cp {args.cp}, ep {args.ep}, ZeRO stage {args.zero_stage}"
     batch = f"global batch {args.global_batch} x {args.seq_len} tokens, {args.microbatches} microbatches per replica"
     return (
-        f"minipar: {model} on {len(tokens.ids):,} tokens of {printable(tokens.name)}\n"
+        f"minipar: {model} on {len(trainer.batches.tokens.ids):,} tokens of {printable(trainer.batches.tokens.name)}\n"
         f"minipar: {mesh}; {batch}; from step {trainer.first_step + 1} on"
     )
 
@@ -140,9 +138,7 @@ def opening(trainer: Trainer) -> str:
 def line(row: dict[str, float], steps: int, left: float) -> str:
     """Return a line of progress; `left` are the seconds until the end."""
     text = f"step {row['step'] + 1:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}"
-    text += f"  grad norm {row['grad_norm']:.3f}  {row['tokens_per_second']:,.0f} tokens/s"
-    if left >= 1:
-        text += f"  {timedelta(seconds=round(left))} left"
+    text += f"  grad norm {row['grad_norm']:.3f}  {row['tokens_per_second']:,.0f} tokens/s  {left / 60:.1f} min left"
     if "eval_loss" in row:
         text += f"  eval loss {row['eval_loss']:g}"
     return text

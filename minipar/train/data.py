@@ -1,6 +1,7 @@
 """The tokens, and which of them sample i of step s is, in every layout: nothing here knows about ranks."""
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ import numpy as np
 from minipar.errors import UsageError
 from minipar.nn.layers import generator
 
+LIBRARY_BYTES = 8 * 2**20  # a short training sees no more source text
+# Tests and tables are not what people mean by the library's source; the rest is not the library.
+EXCLUDED = {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
 SAMPLES = 64  # an evaluation has at most as many
-HELD_OUT = 10  # at most one token in HELD_OUT of the text is kept back for it
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,9 @@ class Tokens:
 
         UsageError if the end is shorter than a sample.
         """
-        kept = min(SAMPLES * length + 1, len(self.ids) // HELD_OUT)
+        kept = min(SAMPLES * length + 1, len(self.ids) // 10)
         if kept < length + 1:
-            tenth = f"a tenth of the {len(self.ids)} tokens of {self.name}"
-            raise UsageError(f"--eval-every: {tenth} is less than a sample, seq-len + 1 = {length + 1}")
+            raise UsageError(f"--eval-every: a tenth of {self.name} is less than seq-len + 1 = {length + 1} tokens")
         starts = np.arange(0, kept - length, length)
         samples = self.ids[-kept:][starts[:, None] + np.arange(length + 1)]
         return Tokens(self.ids[:-kept], self.name), samples.astype(np.int64)
@@ -61,10 +63,16 @@ def load_tokens(path: str | None, vocab_size: int, seq_len: int) -> Tokens:
 
 
 def standard_library() -> np.ndarray:
-    """Return the source of the modules of Python's library, one after the other: (n,) uint8."""
-    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = b"".join(path.read_bytes() for path in paths)
-    return np.frombuffer(text, np.uint8)
+    """Return the first LIBRARY_BYTES of the .py files of Python's library, in sorted order: (n,) uint8."""
+    paths = []
+    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [name for name in folders if name not in EXCLUDED]
+        paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
+    text = b""
+    for path in sorted(paths):
+        if len(text) < LIBRARY_BYTES:
+            text += Path(path).read_bytes()
+    return np.frombuffer(text[:LIBRARY_BYTES], np.uint8)
 
 
 @dataclass(frozen=True)
@@ -98,5 +106,5 @@ class Batches:
 
     def batch(self, step: int, samples: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of these samples (0 <= i < B) of a step: (len(samples), T) int64."""
-        chosen = self.positions(step)[np.asarray(samples)]  # (b, T)
+        chosen = self.positions(step)[list(samples)]  # (b, T)
         return self.tokens.ids[chosen].astype(np.int64), self.tokens.ids[chosen + 1].astype(np.int64)

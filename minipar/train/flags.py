@@ -204,9 +204,8 @@ def shape_of(args: Namespace) -> TransformerConfig:
 
 def check(args: Namespace) -> None:
     """Raise UsageError for flags that contradict one another. The strategies refuse what they cannot share out."""
-    if args.global_batch % (args.dp * args.microbatches):
-        equation = f"global-batch/(dp*microbatches) = {args.global_batch}/({args.dp}*{args.microbatches})"
-        raise UsageError(f"{equation} is not a whole number of samples")
+    rounds = args.dp * args.microbatches
+    check_divides("global-batch/(dp*microbatches)", args.global_batch, rounds, "a microbatch has whole samples")
     if args.sequence_parallel:
         check_divides("tokens/tp", args.seq_len // args.cp, args.tp, "--sequence-parallel splits seq-len/cp evenly")
     if args.sync_every_microbatch and (args.zero_stage < 2 or args.pp > 1):
@@ -216,8 +215,7 @@ def check(args: Namespace) -> None:
     if args.save_every and not args.save:
         raise UsageError(f"--save-every {args.save_every} writes nothing without --save DIR")
     if args.verify and args.dtype != "float64" and not is_exact(args):
-        why = "ranks round otherwise than one device"
-        raise UsageError(f"--verify with --dtype {args.dtype} proves nothing ({why}): give --dtype float64")
+        raise UsageError(f"--verify proves nothing in {args.dtype}, where ranks round otherwise: give --dtype float64")
 
 
 def is_exact(args: Namespace) -> bool:

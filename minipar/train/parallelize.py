@@ -12,7 +12,6 @@ from minipar.nn.transformer import LanguageModel
 from minipar.parallel.context import context_parallel
 from minipar.parallel.expert import expert_parallel
 from minipar.parallel.groups import by_unit
-from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, PipelineStage, segment_groups
 from minipar.parallel.tensor.plan import TensorParallel, tensor_parallel
@@ -48,13 +47,14 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     # ranks that hold the same experts, and all other gradients over dp x cp.
     experts = expert_parallel(model, mesh.ep, mesh.edp)
 
-    # Pipeline parallelism: each rank of pp keeps some stages; one rank has all segments in one stage. `units` are the
-    # parameters that travel together.
-    schedule = schedule_of(args, mesh.pp.size)
+    # Pipeline parallelism: each rank of pp keeps some stages; one rank has all segments in one stage, and runs one
+    # microbatch after the other. `units` are the parameters that travel together.
+    schedule = make("1f1b", 1, args.microbatches)
     stages = {0: PipelineStage(model.segments)}
     units = segment_groups(model) if args.pp > 1 else by_unit(model)
     pipeline = None
     if mesh.pp.size > 1:
+        schedule = make(args.schedule, mesh.pp.size, args.microbatches, args.virtual_stages)
         pipeline = PipelineParallel(model, mesh.pp, schedule, args.seq_len)
         stages = pipeline.stages
         units = pipeline.groups
@@ -79,10 +79,3 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     shape = (args.global_batch // (args.dp * args.microbatches), tokens, args.hidden)  # (B, T/c/t, h)
     executor = PipelineExecutor(schedule, mesh.pp, stages, shape, np.dtype(args.dtype))
     return ddp, context, tensor, pipeline, executor
-
-
-def schedule_of(args: Namespace, ranks: int) -> Schedule:
-    """Return the schedule of a pipeline of so many ranks; one rank runs one microbatch after the other."""
-    if ranks == 1:
-        return make("1f1b", 1, args.microbatches)
-    return make(args.schedule, ranks, args.microbatches, args.virtual_stages)

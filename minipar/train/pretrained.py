@@ -19,15 +19,11 @@ CONFIGS: dict[str, type[GPTConfig | LlamaConfig]] = {"gpt2": GPTConfig, "llama":
 # With other values of these settings the model would be another function than the one here.
 REQUIRED: dict[str, object] = {
     "activation_function": "gelu_new",
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
     "hidden_act": "silu",
     "rope_scaling": None,
     "rope_type": "default",
     "sliding_window": None,
 }
-PREFIX = "transformer."  # begins each name in GPT2LMHeadModel's files; GPT2Model's files have none
-HEAD = "lm_head.weight"  # the token embedding once more, in some files
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # no parameters, in old files
 
 
@@ -67,7 +63,7 @@ def load_pretrained(directory: str | Path, **options: Any) -> LanguageModel:
     tensors = read_tensors(Path(directory) / "model.safetensors")
     model = config.build(**options)
     if config.tie_word_embeddings:
-        tensors.pop(HEAD, None)
+        tensors.pop("lm_head.weight", None)  # the token embedding once more, in some files
     try:
         model.load_state_dict(tensors)
     except ValueError as error:
@@ -81,7 +77,8 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
-    return {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items() if not key.endswith(BUFFERS)}
+    # Each name in a file of GPT2LMHeadModel begins so; in one of GPT2Model none does.
+    return {key.removeprefix("transformer."): tensor for key, tensor in tensors.items() if not key.endswith(BUFFERS)}
 
 
 def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str, np.ndarray] | None = None) -> None:
@@ -91,11 +88,12 @@ def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = model.config.to_dict()
-    config["model_type"] = model.config.model_type
-    config["bos_token_id"] = None
-    config["eos_token_id"] = None
-    config["architectures"] = [f"{type(model).__name__}ForCausalLM"]
+    config = model.config.to_dict() | {
+        "model_type": model.config.model_type,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "architectures": [f"{type(model).__name__}ForCausalLM"],
+    }
     if isinstance(model, GPT):
         config["architectures"] = ["GPT2LMHeadModel"]
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):  # without them transformers assumes 0.1

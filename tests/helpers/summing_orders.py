@@ -8,7 +8,7 @@ import numpy as np
 from minipar.comm import DeviceMesh, serial
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.train.data import Tokens
-from minipar.train.trainer import Trainer, add_up
+from minipar.train.trainer import Trainer
 from minipar.train.verify import OneDevice
 
 
@@ -32,7 +32,7 @@ class NestedSums(OneDevice):
                     inside = 0
                     for rank in neighbours.tolist():
                         self.ddp.zero_grad()
-                        losses[rank] += add_up(self.run_schedule(step, rank * self.passes + each_pass))
+                        losses[rank] += sum(self.run_schedule(step, rank * self.passes + each_pass))
                         inside = inside + np.concatenate([bucket.complete() for bucket in self.ddp.buckets])
                     of_pass = of_pass + inside
                 total = total + of_pass
@@ -41,7 +41,7 @@ class NestedSums(OneDevice):
             bucket.complete()[...] = total[start : start + bucket.size]
             start += bucket.size
         self.ddp.synchronize()
-        return add_up(losses)
+        return sum(losses)
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
         chunks = self.args.dp // self.passes // self.replicas

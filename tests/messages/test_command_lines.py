@@ -40,7 +40,7 @@ TRAIN = {  # the flags, on how many ranks, and what the line shows
     "--verify": (1, "--verify", "float32", "float64"),
     "--dp 3": (8, "dp", "3", "8"),
     "--dp 2 --tp 2 --pp 3": (8, "dp*tp*pp", "2*2*3", "12", "8"),
-    "--global-batch 10 --microbatches 3": (4, "global-batch", "10", "dp*microbatches", "4*3"),
+    "--global-batch 10 --microbatches 3": (4, "global-batch", "10", "dp*microbatches", "10/12"),
 }
 
 
@@ -109,7 +109,7 @@ ON_TWO_RANKS = {
     "--data {}/short.txt --seq-len 64": ("short.txt", "10"),
     "--data {}/short.txt --seq-len 4 --vocab-size 100": ("120", "100"),
     "--data {}/odd.bin": ("odd.bin",),
-    "--data {}/short.txt --seq-len 8 --eval-every 1": ("short.txt", "10", "9"),
+    "--data {}/short.txt --seq-len 8 --eval-every 1": ("short.txt", "9"),
     "--init-from {}/nowhere": ("nowhere", "config.json"),
     "--model {}/gpt2 --layers 3": ("3", "gpt2", "1"),
     "--init-from {}/gpt2": ("ln_f.bias",),

@@ -10,7 +10,7 @@ from training import trainer_for
 
 from minipar.comm import run_local
 from minipar.parallel.pipeline.actions import Durations, simulate
-from minipar.train.parallelize import schedule_of
+from minipar.parallel.pipeline.schedules import make
 
 FOUR = "--pp 4 --microbatches 6 --global-batch 12 --layers 8 --hidden 16 --heads 2 --seq-len 8"
 
@@ -50,8 +50,8 @@ def test_on_the_model_clock_a_step_takes_the_simulated_time(schedule):
     forward = 24 * 8 * 16 * 16 + 4 * 8 * 8 * 16  # one sample, one block
     weights = 24 * 8 * 16 * 16
     durations = Durations(forward, 2 * forward - weights, weights)
-    predicted = simulate(schedule_of(args, 4).unpaired(), durations).makespan
-    assert predicted <= simulate(schedule_of(args, 4), durations).makespan
+    predicted = simulate(make(args.schedule, 4, args.microbatches, args.virtual_stages).unpaired(), durations).makespan
+    assert predicted <= simulate(make(args.schedule, 4, args.microbatches, args.virtual_stages), durations).makespan
     assert max(run_local(4, rank, clock="model")) == pytest.approx(predicted, rel=1e-9)
 
 

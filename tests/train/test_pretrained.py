@@ -122,7 +122,7 @@ def test_the_files_say_what_transformers_has_to_know(kind, tmp_path):
 
 
 OTHER_FUNCTIONS = {  # transformers builds another function of other values
-    "gpt2": ("activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+    "gpt2": ("activation_function",),
     "llama": ("hidden_act", "rope_scaling"),
     "mixtral": ("hidden_act", "sliding_window", "rope_scaling"),
 }

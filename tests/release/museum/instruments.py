@@ -26,10 +26,11 @@ from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.parallel.memory import OF_DTYPE, model_state
 from minipar.parallel.pipeline.check import check
+from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
 from minipar.plan.rank_bytes import memory
-from minipar.train import checkpoint, parallelize
+from minipar.train import checkpoint
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
 from minipar.train.verify import OneDevice, verify
@@ -162,7 +163,7 @@ def rejected(args: Namespace) -> bool | None:
     if args.pp == 1:
         return None
     try:
-        check(parallelize.schedule_of(args, args.pp))
+        check(make(args.schedule, args.pp, args.microbatches, args.virtual_stages))
     except UsageError:
         return True
     return False
@@ -174,7 +175,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--resume-after", type=int)
     parser.add_argument("--record")
     options, flags = parser.parse_known_args(argv)
-    parallelize.check = lambda schedule: None
     OneDevice.after_action = lambda trainer, action: None  # exhibit 20 changes the flags of the one device, too
     print(json.dumps(look(" ".join(flags), options.resume_after, options.record)))
 
