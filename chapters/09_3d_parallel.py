@@ -283,7 +283,7 @@ if rank == 0:
 
 # %% [markdown]
 # The texts are equal, letter by letter. The losses differ by rounding only. On the command line: `python -m
-# minipar.train --save DIR` and `python -m minipar.generate --from DIR --prompt The`.
+# minipar.train --export DIR` and `python -m minipar.generate --from DIR --prompt The`.
 #
 # ## 9.4 Bytes per axis
 #

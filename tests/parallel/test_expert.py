@@ -264,7 +264,7 @@ def test_a_checkpoint_moves_between_meshes_of_experts(tmp_path, before, after):
 REFUSED = {
     "--dp 2 --cp 2 --ep 3 --global-batch 2": "2*2*1/(3*1)",
     "--dp 8 --ep 8 --global-batch 8": "12/8",
-    "--dp 4 --ep 2 --zero-stage 1 --zero-replicas 2 --global-batch 4": "replicas = 2",
+    "--dp 4 --ep 2 --zero-stage 1 --zero-replicas 2 --global-batch 4": "replicas",
 }
 
 

@@ -22,7 +22,7 @@ from transformers.models.mixtral import modeling_mixtral
 
 from minipar.autograd import Tensor
 from minipar.comm import run_local
-from minipar.generate import generate, load
+from minipar.generate import generate
 from minipar.nn import GPT, GPTConfig, LlamaConfig, MixtralConfig
 from minipar.nn.moe import moe_layers
 from minipar.parallel.tensor.plan import tensor_parallel
@@ -118,7 +118,7 @@ def test_greedy_text_is_that_of_generate_there(name, tmp_path):
     count = config.n_positions - len(prompt)
     options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
     theirs_text = reference.generate(torch.tensor([prompt]), **options)[0].tolist()
-    ours = generate(load(str(tmp_path)), prompt, count, temperature=0.0, seed=0)
+    ours = generate(load_pretrained(tmp_path), prompt, count, temperature=0.0, seed=0)
     assert ours == theirs_text and len(set(ours)) > 3
 
 

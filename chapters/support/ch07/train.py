@@ -1,7 +1,6 @@
 """Train pipelines for chapter 7: with replicas on the model clock (7.7), with mistakes (7.8); count memory (7.4)."""
 
 from argparse import Namespace
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -36,8 +35,9 @@ def peak_activations(alive: int, blocks: int, recompute: bool) -> float:
 class SumsAtTheEnd(Trainer):
     """A trainer in which no gradient travels before all backwards are done."""
 
-    def summing(self, microbatch: int) -> AbstractContextManager[None]:
-        return self.ddp.no_sync()
+    def run_schedule(self, step: int, replica: int) -> list[float]:
+        with self.ddp.no_sync():
+            return super().run_schedule(step, replica)
 
 
 def step_with_replicas(overlap: bool) -> float:

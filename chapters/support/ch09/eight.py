@@ -21,12 +21,13 @@ from chapters.support.whole_runs import relative_difference, verdict_of
 from minipar.bench.layouts import step_layout
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
 from minipar.compare.recorder import Recorder
-from minipar.generate import generate, load
+from minipar.generate import generate
 from minipar.parallel.placement import Shard
 from minipar.parallel.state import owned_pieces
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train import checkpoint
 from minipar.train.data import Tokens, load_tokens
+from minipar.train.pretrained import load_pretrained, save_pretrained
 from minipar.train.trainer import StepResult, Trainer
 
 AXES = ("tp", "dp", "pp")
@@ -154,18 +155,20 @@ WRITER = "--layers 2 --hidden 32 --heads 4 --seq-len 16 --vocab-size 256 --dtype
 
 
 def learn(comm: Communicator, flags: str, steps: int, directory: str) -> float:
-    """Train on SENTENCE, over and over, and save a checkpoint; return the last loss."""
+    """Train on SENTENCE, over and over, and write a model directory; return the last loss."""
     args = parsed(f"{WRITER} --steps {max(steps, 1)} {flags}", comm.size)
     trainer = trainer_for(comm, args, Tokens(np.frombuffer(100 * SENTENCE, np.uint8), "a sentence"))
     results = [trainer.step(step) for step in range(steps)]
-    checkpoint.save(trainer, directory, steps)
+    state = trainer.state_dict()
+    if comm.rank == 0:
+        save_pretrained(trainer.model, directory, state)
     return results[-1].loss if results else float("nan")
 
 
 def text_of(directory: str, count: int = 60) -> str:
-    """Return what the model of a checkpoint writes after "The": at each place the likeliest byte."""
+    """Return what the model of a directory writes after "The": at each place the likeliest byte."""
     prompt = list(b"The")
-    written = generate(load(directory), prompt, count, temperature=0.0, seed=0)
+    written = generate(load_pretrained(directory), prompt, count, temperature=0.0, seed=0)
     return bytes(written).decode(errors="replace")
 
 
