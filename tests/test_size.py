@@ -19,7 +19,7 @@ CLOSURES = {
     "parallel/tensor/layers": (37, 37_250, 6_970),
     "parallel/pipeline/module": (47, 50_870, 17_880),
 }
-TOKENS_PER_LINE = 9.66  # the goal is 9.6
+TOKENS_PER_LINE = 9.65  # the goal is 9.6; what left the training program had fewer
 TEST_LINES = 36_550  # of all files below tests/; the goal is 30,000
 LONG_LINES = 0.07  # of the lines that are not blank, beyond 100 columns
 
