@@ -30,6 +30,7 @@ def run(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Train as the command line says, and write what it asks for. Return the exit code: 1 if `--verify` fails."""
     args = parse(argv, world.size, prints=world.rank == 0)
     network = Network(*args.network) if args.network else None
+    # The same ranks, with the clock and the network of the flags.
     world = Communicator(world.transport, clock=args.clock, network=network)
     use_device(args.device, world.rank)
     ledger = MemoryLedger()
@@ -52,12 +53,11 @@ def run(world: Communicator, argv: Sequence[str] | None = None) -> int:
 
 
 def make_trainer(args: Namespace, world: Communicator) -> tuple[Trainer, np.ndarray | None]:
-    """Make the trainer, resumed, and the samples that it is evaluated on. UsageError, before hours of training."""
+    """Make the trainer, resumed, and the samples that it is evaluated on. UsageError for what cannot run."""
     tokens = load_tokens(args.data, args.vocab_size, args.seq_len)
     held_out = None
     if args.eval_every:
         tokens, held_out = tokens.hold_out(args.seq_len)
-    prepare_outputs(args)
     kind = ScaledTrainer if args.dtype == "float16" else Trainer
     if args.reduction == "tree":
         kind = TreeTrainer
@@ -67,11 +67,12 @@ def make_trainer(args: Namespace, world: Communicator) -> tuple[Trainer, np.ndar
         checkpoint.resume(trainer, args.resume)
     if args.save:
         checkpoint.refuse_later(args.save, trainer.first_step)
+    prepare_outputs(args)  # last, so that a run which is refused harms no file
     return trainer, held_out
 
 
 def prepare_outputs(args: Namespace) -> None:
-    """Make the directories and files that the run will write. UsageError if it cannot, on every rank that cannot."""
+    """Make the directories and files that the run will write. UsageError if it cannot. All ranks call it."""
     try:
         for path in filter(None, (args.save, args.export)):
             os.makedirs(path, exist_ok=True)
@@ -89,7 +90,7 @@ def train(trainer: Trainer, held_out: np.ndarray | None) -> list[StepResult]:
     say(world, opening(trainer))
     if args.trace:
         start_trace(world)
-    np.seterr(all="ignore")  # every rank would warn; the trainer says it once
+    np.seterr(all="ignore")  # every rank would warn; the trainer stops at what is not finite
     results = []
     signals = noted_signals() if args.save else []
     spoken = 0.0  # when the last line was printed
@@ -128,7 +129,7 @@ def opening(trainer: Trainer) -> str:
     sizes = f"{args.layers} layers, hidden {args.hidden}, {args.heads} heads, {args.dtype}"
     model = f"{args.shape.model_type} with {sum(trainer.sizes.values()):,} parameters ({sizes})"
     mesh = f"dp {args.dp}, tp {args.tp}, pp {args.pp}, cp {args.cp}, ep {args.ep}, ZeRO stage {args.zero_stage}"
-    batch = f"global batch {args.global_batch} x {args.seq_len} tokens, {args.microbatches} microbatches per replica"
+    batch = f"global batch {args.global_batch} x {args.seq_len} tokens, microbatches per replica: {args.microbatches}"
     return (
         f"minipar: {model} on {len(trainer.batches.tokens.ids):,} tokens of {printable(trainer.batches.tokens.name)}\n"
         f"minipar: {mesh}; {batch}; from step {trainer.first_step + 1} on"
@@ -151,7 +152,7 @@ def say(world: Communicator, text: str) -> None:
 
 
 def noted_signals() -> list[int]:
-    """Return the list in which SIGTERM and Ctrl-C are noted from now on; a second one ends the process."""
+    """Return the list in which SIGTERM and Ctrl-C are noted from now on; the same one again ends the process."""
     noted: list[int] = []
 
     def note(number: int, frame: object) -> None:

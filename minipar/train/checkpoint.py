@@ -28,7 +28,7 @@ STEP = re.compile(r"step-\d{8}")
 
 
 def states_of(trainer: Trainer) -> dict[str, dict[str, Array]]:
-    """Return this rank's part of all that a step changes, by kind and by the parameter's name."""
+    """Return this rank's part of all that a step changes, by kind and by the parameter's name: no copies."""
     optimizer = trainer.optimizer
     names = [placement_of(p).name for p in optimizer.parameters]
     kinds = {"parameter": optimizer.values(), "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
@@ -66,7 +66,7 @@ def save(trainer: Trainer, directory: str, step: int) -> None:
 
 
 def check_finite(name: str, values: np.ndarray) -> None:
-    """Raise UsageError if the last update made a value infinite or NaN: the step's loss is that before it."""
+    """Raise UsageError if the last update made a value infinite or NaN, which no step's loss has shown yet."""
     if not np.isfinite(values).all():
         raise UsageError(f"training has diverged, and is not saved: {name} is not finite after the last update")
 
@@ -94,7 +94,7 @@ def refuse_later(directory: str, step: int) -> None:
 
 
 def newest(directory: str) -> Path:
-    """Return the newest checkpoint in a directory, or the directory itself if it is one. UsageError."""
+    """Return the newest checkpoint in a directory, or the directory itself if it is one. UsageError without any."""
     path = Path(directory)
     found = [path] if STEP.fullmatch(path.name) else checkpoints(path)
     if not found:
@@ -103,7 +103,7 @@ def newest(directory: str) -> Path:
 
 
 def read_run(directory: str) -> dict[str, Any]:
-    """Read run.json of the newest checkpoint in a directory. UsageError, also if it is not whole."""
+    """Read run.json of the newest checkpoint in a directory. UsageError if it cannot be read, or is not whole."""
     path = newest(directory) / "run.json"
     try:
         run: dict[str, Any] = json.loads(path.read_text())
@@ -115,7 +115,7 @@ def read_run(directory: str) -> dict[str, Any]:
 def resume(trainer: Trainer, directory: str) -> None:
     """Continue from the newest checkpoint in a directory: each rank reads its part of each array. Sends nothing.
 
-    UsageError if an array is missing, is not whole, or is that of another model, and for another text.
+    UsageError for another text, and if an array is missing, is not whole, or is that of another model.
     """
     run = read_run(directory)
     if run["text"] != trainer.batches.tokens.fingerprint():
@@ -131,11 +131,11 @@ def resume(trainer: Trainer, directory: str) -> None:
 
 
 def read_array(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Read an array of this shape and dtype. UsageError, also if it is not whole."""
+    """Read an array of this shape and dtype. UsageError if the file is not whole, or holds another one."""
     try:
         array: np.ndarray = np.load(path)
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     if array.shape != shape or array.dtype != dtype:
-        raise UsageError(f"{path} is {array.dtype} {array.shape}, but the model's array {dtype} {shape}")
+        raise UsageError(f"{path} is {array.dtype} {array.shape}, but the model's array is {dtype} {shape}")
     return array

@@ -1,4 +1,4 @@
-"""The page where the strategies meet: each is applied to the serial model in turn, axis by axis of the mesh.
+"""Where the strategies meet: this page applies each of them to the serial model, one axis of the mesh after the other.
 
 NB: torchtitan has such a function for each kind of model, for example `parallelize_llama`.
 """
@@ -29,11 +29,11 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     takes the parameters of the first, and the last runs a step's schedule.
     """
     # Gradients of 2 bytes are added up, and summed over ranks, in float32.
-    sums = "float32" if np.dtype(args.dtype).itemsize == 2 else None
+    sum_dtype = "float32" if np.dtype(args.dtype).itemsize == 2 else None
 
     # Context parallelism: each rank of cp has a part of every sample's tokens. Attention also needs the keys and
     # values of the other parts, which the ranks send to one another.
-    context = context_parallel(model, mesh.cp, args.context_parallel, "zigzag", args.reduction, sums)
+    context = context_parallel(model, mesh.cp, args.context_parallel, "zigzag", args.reduction, sum_dtype)
 
     # Tensor parallelism: each rank of tp keeps a part of every layer. With sequence parallelism some gradients on a
     # rank come from a part of the tokens alone: `tensor.sum_partial` sums these over tp, before dp sums them.
@@ -41,23 +41,25 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     tensor = None
     leaves = leaf_count(model.config, args.seq_len) if args.reduction == "tree" else 0
     if mesh.tp.size > 1 or leaves:
-        tensor = tensor_parallel(model, mesh.tp, args.reduction, args.sequence_parallel, sums, leaves)
+        tensor = tensor_parallel(model, mesh.tp, args.reduction, args.sequence_parallel, sum_dtype, leaves)
 
     # Expert parallelism: each rank of ep keeps some experts of every layer. Their gradients are summed over edp, the
     # ranks that hold the same experts, and all other gradients over dp x cp.
     experts = expert_parallel(model, mesh.ep, mesh.edp)
 
     # Pipeline parallelism: each rank of pp keeps some stages; one rank has all segments in one stage, and runs one
-    # microbatch after the other. `units` are the parameters that travel together.
-    schedule = make("1f1b", 1, args.microbatches)
-    stages = {0: PipelineStage(model.segments)}
-    units = segment_groups(model) if args.pp > 1 else by_unit(model)
-    pipeline = None
+    # microbatch after the other. Each unit of parameters is sent in one message.
     if mesh.pp.size > 1:
         schedule = make(args.schedule, mesh.pp.size, args.microbatches, args.virtual_stages)
         pipeline = PipelineParallel(model, mesh.pp, schedule, args.seq_len)
         stages = pipeline.stages
         units = pipeline.groups
+    else:
+        schedule = make("1f1b", 1, args.microbatches)
+        pipeline = None
+        stages = {0: PipelineStage(model.segments)}
+        # The one device of `--verify` has the units of the pipeline that it stands for, and so its norm's order.
+        units = segment_groups(model) if args.pp > 1 else by_unit(model)
 
     # Data parallelism: ranks of dp have other samples, and ranks of cp other tokens. Gradients are summed over both.
     ddp = shard(
@@ -69,8 +71,8 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
         segment_lists=[stage.segments for stage in stages.values()],
         replicas=args.zero_replicas,
         before_reduce=None if tensor is None else tensor.sum_partial,
-        gradient_dtype=sums,
-        reduce_dtype=sums,
+        gradient_dtype=sum_dtype,
+        reduce_dtype=sum_dtype,
     )
 
     tokens = args.seq_len // mesh.cp.size

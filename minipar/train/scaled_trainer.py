@@ -28,7 +28,7 @@ class ScaledTrainer(Trainer):
         self.scale.update(math.isfinite(loss) and math.isfinite(result.grad_norm))
         return result
 
-    def handle_overflow(self, step: int, loss: float, norm: float) -> None:
+    def handle_not_finite(self, step: int, loss: float, norm: float) -> None:
         """Skip the step; UsageError if the scale cannot become smaller."""
         if self.scale.factor <= 1:
-            super().handle_overflow(step, loss, norm)
+            super().handle_not_finite(step, loss, norm)

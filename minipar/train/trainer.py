@@ -47,7 +47,7 @@ def make_model(args: Namespace) -> LanguageModel:
 
 
 class Trainer:
-    """One training of the flags `args`; `mesh` has the sizes that they say, or is one device.
+    """One training of the flags `args`. The mesh has the sizes that they say, or is one device's (see verify.py).
 
     The global batch is cut into a share for each replica (rank of dp), and a share into microbatches.
     """
@@ -61,11 +61,13 @@ class Trainer:
         self.sizes = {name: p.size for name, p in self.model.named_parameters()}  # the serial model's
         strategies = parallelize(self.model, mesh, args)
         self.ddp, self.context, self.tensor, self.pipeline, self.executor = strategies
+        # `update_parameters` sets the learning rate of each step.
         self.optimizer = AdamW(self.ddp.parameters(), betas=args.betas, weight_decay=args.weight_decay)
         self.batches = Batches(tokens, args.seq_len, args.global_batch, args.order, args.seed)
-        self.samples_at_once = args.global_batch // (args.dp * args.microbatches)
+        self.microbatch_size = args.global_batch // (args.dp * args.microbatches)
         self.tokens_per_step = args.global_batch * args.seq_len
-        # Backward begins with it, so that microbatches and ranks add up to the gradient of the mean.
+        # The model's criterion is a sum over tokens. Backward begins with this factor in place of 1, so that
+        # microbatches and ranks add up to the gradient of the mean.
         self.loss_factor = 1 / self.tokens_per_step
         self.first_step = 0  # a checkpoint changes it
         self.extra: dict[str, float] = {}  # what a subclass keeps in a checkpoint besides
@@ -78,15 +80,18 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Take one optimizer step over the global batch. Every rank calls it with the same `step`."""
         clock = self.mesh.world.clock
-        # On a model clock, products alone take time.
+        # On a model clock, matrix products alone take time.
         with flop_counter(clock.compute) if isinstance(clock, ModelClock) else nullcontext():
             return self.update(step, self.gradient(step))
 
     def gradient(self, step: int) -> float:
-        """Compute the gradient of the global batch's mean loss, before it is clipped, and return that loss."""
+        """Compute the gradient of the global batch's mean loss, and of auxiliary losses; return the former.
+
+        `update` clips it. Who wants to see gradients before, such as `--record`, takes a step in these two halves.
+        """
         memory.enter("forward", restart=True)
         self.ddp.zero_grad()
-        # Ranks of tp route the same tokens, and the router's gradients are summed over them.
+        # Ranks of tp route the same tokens, and `tensor.sum_partial` sums the router's gradients over them.
         auxiliary = self.args.shape.aux_coefficient * self.loss_factor
         scale_auxiliary_loss(self.model, auxiliary / self.mesh.tp.size)
         loss = np.array([self.replica_gradient(step)])
@@ -103,7 +108,7 @@ class Trainer:
             if math.isfinite(loss) and math.isfinite(norm):
                 self.update_parameters(step)
             else:
-                self.handle_overflow(step, loss, norm)
+                self.handle_not_finite(step, loss, norm)
         return StepResult(step, loss, norm)
 
     def update_parameters(self, step: int) -> None:
@@ -130,7 +135,9 @@ class Trainer:
         return sum(losses)
 
     def run_schedule(self, step: int, replica: int) -> list[float]:
-        """Run forward and backward of all microbatches in the schedule's order; return their summed losses.
+        """Run forward and backward of all microbatches in the schedule's order.
+
+        Return the loss of each, summed over its tokens.
 
         Without a pipeline the schedule is that of one stage: one microbatch after the other.
         """
@@ -153,14 +160,16 @@ class Trainer:
         @contextmanager
         def around(action: Any) -> Iterator[None]:
             m = action.microbatch
+            # The kind is F, B, or one of B's halves, I (of the input) and W (of the weights).
             phase = "forward" if action.kind == "F" else "backward"
             memory.enter(phase)
             region = self.mesh.world.tracer.region(phase if self.pipeline is None else str(action))
-            masks = dropping(DropoutKeys(args.seed, step, self.samples(replica, m)))  # the same in every layout
-            # The last microbatch's backward sums gradients over the replicas; before, they add up on each rank.
+            masks = dropping(DropoutKeys(args.seed, step, self.samples(replica, m)))  # for recomputation too
+            # Every schedule runs the last microbatch's backward last. It sums gradients over the replicas; before, they
+            # add up on each rank.
             sends = args.sync_every_microbatch or m == args.microbatches - 1
             summing = nullcontext() if sends else self.ddp.no_sync()
-            # `ddp.loss` would divide by this microbatch's targets alone; backward begins with the right factor.
+            # A strategy refuses a backward whose loss `ddp.loss` has not divided. This one begins with its factor.
             with summing, masks, self.ddp.scaled_backward(), region:
                 yield
             self.after_action(action)
@@ -175,17 +184,17 @@ class Trainer:
 
     def samples(self, replica: int, microbatch: int) -> range:
         """Return the positions, in the global batch, of a replica's samples in one microbatch."""
-        first = (replica * self.args.microbatches + microbatch) * self.samples_at_once
-        return range(first, first + self.samples_at_once)
+        first = (replica * self.args.microbatches + microbatch) * self.microbatch_size
+        return range(first, first + self.microbatch_size)
 
     # ---- what a step changes -----------------------------------------------------------------------------------------
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
-        """Return the norm of the whole gradient, and scale it down to `max_norm`."""
+        """Return the norm of the whole gradient, and scale a gradient of a larger norm down to `max_norm`."""
         mesh = self.mesh
         return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.norm_comm, mesh.tp, mesh.pp)
 
-    def handle_overflow(self, step: int, loss: float, norm: float) -> None:
+    def handle_not_finite(self, step: int, loss: float, norm: float) -> None:
         """Raise UsageError on every rank; it names the first rank and parameter whose gradient is not finite."""
         world = self.mesh.world
         bad = [placement_of(p).name for p in self.ddp.parameters() if not xp.isfinite(p.grad).all()]
@@ -197,7 +206,7 @@ class Trainer:
     def send_tied_weight(self) -> None:
         """Send the token embedding to the pipeline's last stage, whose head it is too."""
         if self.pipeline is not None:
-            self.pipeline.send_tied_weight(self.ddp.gather_parameter)
+            self.pipeline.send_tied_weight(self.ddp.gather_parameter)  # which collects the whole weight under ZeRO
 
     def state_dict(self, gradients: bool = False) -> dict[str, np.ndarray]:
         """Collect the serial model's parameters (or gradients) by name, as host arrays, on rank 0; {} elsewhere."""
@@ -206,28 +215,29 @@ class Trainer:
         return {name: state[name] for name in self.sizes if name in state}  # rank 0 lists its own experts first
 
     def take_state(self, run: Mapping[str, Any]) -> None:
-        """Go on after a checkpoint: `run` is its run.json, and the optimizer's arrays have been read."""
+        """Continue after a checkpoint: `run` is its run.json, and the optimizer's arrays have been read."""
         self.first_step = run["step"]
         self.optimizer.steps = run["optimizer_steps"]
         self.extra.update(run["extra"])
         for i in range(len(self.optimizer.parameters)):
-            self.optimizer.master_weights.round(i)
-        self.ddp.after_step()  # shares the values, as after an update
+            self.optimizer.master_weights.round(i)  # the file has float32 masters of 2-byte parameters
+        self.ddp.after_step()  # ZeRO gathers the parameters, as after an update
         self.send_tied_weight()
 
     # ---- the validation loss -----------------------------------------------------------------------------------------
 
     def validation_loss(self, held_out: np.ndarray) -> float:
-        """Return the mean loss of held-out samples, (n, T + 1): the same in every layout. All ranks call it.
+        """Return the mean loss of held-out samples, (n, T + 1). All ranks call it.
 
-        Each sample is a batch of its own, and losses are added in the samples' order. tp and cp alone add in another
-        order, within a sample. Sends what forward sends for each sample, and the losses, 8 bytes each.
+        Each sample is a batch of its own, and losses are added in the samples' order. So every layout gets the same
+        loss, but for the rounding of tp and cp within a sample. Sends what forward sends for each sample, and the
+        losses, 8 bytes each.
         """
         dp = self.mesh.dp
         count = len(held_out)
         losses = np.zeros(-(-count // dp.size) * dp.size)
         with no_grad():
-            # Every rank computes as many samples, because ZeRO stage 3 gathers parameters in each.
+            # Every rank computes the same number of samples, because ZeRO stage 3 gathers parameters in each.
             for i in range(dp.rank, len(losses), dp.size):
                 sample = held_out[min(i, count - 1)][None]  # (1, T + 1)
                 inputs = self.context.part(sample[:, :-1])

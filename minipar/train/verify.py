@@ -1,7 +1,7 @@
 """The proof of `--verify`: one device trains the same steps, and every loss, norm and parameter is compared.
 
-In float64 rounding and a mistake are many digits apart, so one bound decides. Where the ranks promise the bits of one
-device (`--reduction ordered` without tp, cp and ep, or `tree`), bits are compared, in any dtype. Gradient norms are
+In float64, rounding and a mistake are many digits apart, so one bound decides. Where the ranks promise the bits of one
+device (`is_exact` in flags.py), bits are compared, in any dtype. Gradient norms are
 compared because AdamW hides a gradient of the wrong scale.
 """
 
@@ -62,7 +62,7 @@ class ScaledOneDevice(ScaledTrainer, OneDevice):
 
 def one_device(args: Namespace, tokens: Tokens) -> Trainer:
     """Return a trainer that computes on this rank alone what the ranks of `args` compute, with the same sums."""
-    alone = copy.copy(args)
+    alone = copy.copy(args)  # dp and pp stay: it computes replicas in turn, with a pipeline's units
     alone.tp = alone.cp = alone.ep = alone.zero_replicas = 1
     alone.zero_stage = 0
     alone.sequence_parallel = alone.sync_every_microbatch = False
@@ -82,7 +82,7 @@ def verify(trainer: Trainer, results: Sequence[StepResult]) -> Verdict:
     if comm.rank == 0:
         single = one_device(trainer.args, trainer.batches.tokens)
         if trainer.args.resume is not None:
-            read_whole(single, trainer.args.resume)
+            read_whole(single, trainer.args.resume)  # a step's own directory: newer ones do not matter
         expected = values_of(list(single.train()), single.state_dict())
         line = compare(values_of(results, state), expected, comm.size, is_exact(trainer.args))
     with comm.engine.patient():  # the others wait for as long as it takes

@@ -161,7 +161,7 @@ def test_the_first_rank_and_parameter_not_finite_are_named():
         trainer = trainer_for(config_of(f"{RUN} --dp 3 --global-batch 6"), TEXT, comm)
         for number, p in enumerate(trainer.optimizer.parameters):
             p.grad = np.full(p.shape, np.nan if comm.rank > 0 and number > 1 else 1.0)
-        trainer.handle_overflow(4, 3.0, math.nan)
+        trainer.handle_not_finite(4, 3.0, math.nan)
 
     with pytest.raises(UsageError, match=r"step 5 \(rank 1, ln_f\.weight\).* 3, .* nan"):
         run_local(3, rank)
