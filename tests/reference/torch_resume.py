@@ -45,7 +45,9 @@ def step(model, optimizer, mesh, batch, settings):
 
 def resume(checkpoint, mesh, batches, settings):
     """Load a checkpoint, take both steps and return their results; collective. Writes the directory `written`."""
-    sizes = read_run(checkpoint)["flags"]["shape"]
+    flags = read_run(checkpoint)["flags"]
+    sizes = {"n_embd": flags["hidden"], "n_layer": flags["layers"], "n_head": flags["heads"]}
+    sizes |= {"vocab_size": flags["vocab_size"], "n_positions": flags["seq_len"]}
     model = GPT2LMHeadModel(GPT2Config(**sizes, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)).double()
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
