@@ -98,7 +98,8 @@ class Combination:
     @property
     def exact(self) -> bool:
         """Whether sums are taken in one device's order: a split matrix product adds its parts in another."""
-        return self.reduction == "ordered" and self.layout[1] == 1 and not self.context
+        adds_in_order = self.reduction == "ordered" and self.replicas == 1
+        return adds_in_order and self.layout[1] == 1 and not self.context
 
     def __str__(self) -> str:
         dp, tp, pp = self.layout
