@@ -13,17 +13,16 @@ ROOT = Path(__file__).parents[1]
 
 # What each package of minipar may import, besides itself. A package that is not listed may not exist. A program, a
 # `__main__`, may import all of them.
-CORE = "errors cli backend memory autograd nn comm parallel robust_start"
+CORE = "errors cli backend memory autograd nn comm parallel"
 ALLOWED = {
-    **dict.fromkeys(("pictures", "lone_steps", "errors"), ""),
+    **dict.fromkeys(("pictures", "errors"), ""),
     "cli": "errors",
     "__main__": "errors pictures",
     "backend": "errors",
     "memory": "backend",
     "autograd": "errors backend memory",
-    "nn": "errors backend memory lone_steps autograd",
-    "robust_start": "errors",
-    "comm": "errors backend memory lone_steps robust_start",
+    "nn": "errors backend memory autograd",
+    "comm": "errors backend memory",
     "parallel": "errors backend memory autograd nn comm",
     "more": "errors backend memory autograd nn comm parallel",
     "train": f"{CORE} more",
@@ -39,8 +38,7 @@ OUTSIDE = {
     **dict.fromkeys(("matplotlib", "IPython", "ipywidgets"), {"visualize"}),
     "numpy": set(ALLOWED),
     "lazy_loader": set(ALLOWED),
-    "psutil": {"robust_start"},
-    "mpi4py": {"comm", "robust_start", "bench"},
+    "mpi4py": {"comm", "bench"},
     "safetensors": {"train"},
     "torch": {"bench"},
 }

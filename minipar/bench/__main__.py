@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import minipar.robust_start.first_import  # noqa: F401 before the others, which take a second
 from minipar.bench import bits, collectives, context, layouts, machine, pipeline, reductions, step
 from minipar.cli import UsageParser
 from minipar.comm.communicator import Communicator

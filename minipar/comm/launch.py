@@ -1,22 +1,29 @@
-"""The beginning of a program: the world communicator, and `main` on every rank."""
+"""The beginning and the end of a program: the world communicator, `main` on every rank, and one line for a failure."""
 
 import atexit
+import ctypes
+import os
 import sys
+import threading
+import traceback
 from collections.abc import Callable
 from functools import partial
+from types import TracebackType
 from typing import NoReturn
 
 from minipar.backend import Value, prepare_process
 from minipar.comm.communicator import Communicator
-from minipar.comm.ending import abort_with_traceback, end_every_rank
 from minipar.comm.threads import run_local, serial
-from minipar.comm.work import wait_timeout
-from minipar.errors import UsageError, print_line
-from minipar.lone_steps import smallest_step, steps_so_far
-from minipar.robust_start.exits import refuse_exit_0
-from minipar.robust_start.launchers import check_count, check_mpi_library, started_ranks
-from minipar.robust_start.one_line import one_line_errors, print_error
-from minipar.robust_start.start import start_mpi
+from minipar.errors import UsageError, error_line, print_line
+
+START_SECONDS = 60  # MPI takes some to start where many ranks share few cores
+# Launchers, and the variables in which they give the number of processes. In an allocation of srun, mpirun starts them.
+LAUNCHERS = {
+    "PMI_SIZE": "mpirun",  # MPICH
+    "OMPI_COMM_WORLD_SIZE": "mpirun",  # Open MPI
+    "WORLD_SIZE": "torchrun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
 
 
 def launch(main: Callable[[Communicator], Value], threads: int | None = None) -> Value | list[Value]:
@@ -26,56 +33,31 @@ def launch(main: Callable[[Communicator], Value], threads: int | None = None) ->
     and the result of this rank is returned. With `threads=n`, n ranks run as threads (`run_local`),
     and all their results are returned.
 
-    Errors end every rank. UsageError, and MemoryError: one rank prints one line, after a few
-    seconds if not every rank raises it, and all exit with code 2. Ctrl-C: one line, code 130. Any
-    other exception: `rank r:` with the traceback, once if several ranks have the same, code 1.
-    Threads raise the first such exception here; one that calls `sys.exit(0)` has returned, as a
-    process has.
-
-    Rank 0 prints a note if it has trained a model of its own and sent less than one gradient: a
-    wrapper was forgotten.
+    Errors end every rank. UsageError, and MemoryError: one line, after a few seconds if not every
+    rank raises it, and code 2. Ctrl-C: one line, code 130. `sys.exit(code)` with another code than
+    0: that code. Any other exception: `rank r:` with the traceback, code 1.
     """
-    before = steps_so_far()
-    if threads is not None:
-        return _launch_threads(partial(_run, main, before), threads)
-    with one_line_errors():
+    try:
+        if threads is not None:
+            return run_local(threads, main, launcher=f"mp.launch(main, threads={threads})")
         comm = world()
-    try:
-        return _run(main, before, comm)
-    except (KeyboardInterrupt, UsageError, MemoryError, SystemExit) as error:
-        end_every_rank(comm, error)
-
-
-def _run(main: Callable[[Communicator], Value], before: int, comm: Communicator) -> Value:
-    """Run a rank, and note a forgotten wrapper.
-
-    The process had taken `before` steps without a strategy.
-    """
-    result = main(comm)
-    # A gradient has more than one byte per element.
-    trained_alone = comm.traffic.bytes() < smallest_step(before)
-    if trained_alone and comm.rank == 0 and comm.size > 1:
-        why = f"each of the {comm.size} ranks trained a model of its own, and no gradients were summed"
-        remedy = "train with ddp = mp.DistributedDataParallel(model, world), ddp.loss(x, y) and ddp.parameters()"
-        print_line(f"minipar: note: {why}; {remedy}")
-    return result
-
-
-def _launch_threads(main: Callable[[Communicator], Value], threads: int) -> list[Value]:
-    """Run the ranks as threads.
-
-    The first rank's usage error is one line and exit code 2, as under mpirun.
-    """
-    with one_line_errors():
-        ranks, launcher, _ = started_ranks()
-        if ranks > 1:
-            but = f"{launcher} started {ranks}; leave out threads, or start without {launcher}"
-            raise UsageError(f"launch(threads={threads}) runs its ranks in one process, but {but}")
-    try:
-        return run_local(threads, main, launcher=f"mp.launch(main, threads={threads})")
     except (UsageError, MemoryError) as error:
-        print_error(error)
+        print_line(error_line(error))
         sys.exit(2)
+    try:
+        return main(comm)
+    except (UsageError, MemoryError) as error:
+        line = error_line(error)
+        end_every_rank(comm, 2, line, line)
+    except KeyboardInterrupt:
+        end_every_rank(comm, 130, "minipar: interrupted", "minipar: interrupted")
+    except SystemExit as leaving:
+        if leaving.code in (0, None):
+            raise
+        code = leaving.code if isinstance(leaving.code, int) else 1
+        end_every_rank(
+            comm, code, f"minipar: rank {comm.rank} exits with {leaving.code!r}, and not every rank does", ""
+        )
 
 
 def main(fn: Callable[[Communicator], object]) -> NoReturn:
@@ -85,19 +67,19 @@ def main(fn: Callable[[Communicator], object]) -> NoReturn:
 
 
 def world() -> Communicator:
-    """Return the communicator of all ranks, those of mpirun or this process alone.
-
-    All ranks call it. It sets up this process.
+    """Return the communicator of all ranks, those of mpirun or this process alone. All ranks call it.
 
     From here on an uncaught exception on any rank prints `rank r:` and its traceback and ends the
-    whole job. UsageError if a launcher started several ranks but MPI is not installed, has one
-    rank, or is another MPI than mpirun's.
+    whole job. UsageError if a launcher started several ranks, but MPI is not installed or does not
+    see them.
     """
     prepare_process()
-    count, launcher, _ = started_ranks()
-    check_mpi_library()
+    count, launcher = started_ranks()
+    # Without it, UCX, MPICH's library for the network, takes another 4.3 MB of shared memory for each
+    # rank, and 8 ranks do not start in the 64 MiB of a Docker container.
+    os.environ.setdefault("UCX_TLS", "^posix")
     try:
-        start_mpi(wait_timeout())
+        start_mpi()
         from mpi4py import MPI
 
         from minipar.comm.mpi import MPITransport, Notices
@@ -106,12 +88,73 @@ def world() -> Communicator:
             return serial()
         raise UsageError(f"{launcher} started {count} ranks, but MPI cannot be loaded: {error}") from None
     size = MPI.COMM_WORLD.Get_size()
-    check_count(size)
+    if count not in (1, size):
+        remedy = f"start with the mpirun that belongs to mpi4py's library: mpirun -n {count} python ..."
+        raise UsageError(f"{launcher} started {count} ranks, but MPI sees {size}: {remedy}")
+    for mpi_comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
+        mpi_comm.Set_errhandler(MPI.ERRORS_RETURN)
     notices = Notices()
     comm = Communicator(MPITransport(MPI.COMM_WORLD, range(size), notices))
-    if comm.size > 1:
+    if size > 1:
         sys.excepthook = partial(abort_with_traceback, comm)
-        refuse_exit_0(comm.rank)
         atexit.register(notices.leave)
     atexit.register(comm.engine.close)
     return comm
+
+
+def started_ranks() -> tuple[int, str]:
+    """Return how many ranks a launcher has started, and its name; (1, "mpirun") for none."""
+    for variable, launcher in LAUNCHERS.items():
+        if os.environ.get(variable):
+            return int(os.environ[variable]), launcher
+    return 1, "mpirun"
+
+
+def start_mpi() -> None:
+    """Initialize MPI, unless the program has. It would wait for ever for a rank that has ended before."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    if MPI.Is_initialized():
+        return
+    timer = threading.Timer(START_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
+    # Through ctypes, and not mpi4py, it runs without Python's lock, which the timer needs.
+    ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+    timer.cancel()
+    atexit.register(MPI.Finalize)
+
+
+def give_up() -> NoReturn:
+    """End this rank, as the others do, because MPI does not start."""
+    print_line(f"minipar: MPI has not started within {START_SECONDS} s: a rank has ended before, or comes too late")
+    os._exit(1)
+
+
+def end_every_rank(comm: Communicator, code: int, alone: str, together: str) -> NoReturn:
+    """End the program. Every rank that fails alone prints a line; if all fail in these seconds, rank 0 prints one."""
+    comm.engine.unwaited.clear()  # operations that nobody waits for after an error are no mistake of their own
+    if comm.size > 1 and not comm.transport.notices.everyone_fails():
+        from minipar.comm.mpi import abort
+
+        print_line(alone)
+        abort(code)
+    if comm.rank == 0 and together:
+        sys.stdout.flush()
+        print_line(together)
+    sys.exit(code)
+
+
+def abort_with_traceback(
+    comm: Communicator, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print the traceback and end the job. (The excepthook: plain Python would leave the other ranks waiting.)"""
+    from minipar.comm.mpi import abort
+
+    comm.engine.unwaited.clear()  # as above
+    text = "".join(traceback.format_exception(kind, error, trace))
+    sys.stderr.write(f"rank {comm.rank}:\n{text}")
+    abort(1)

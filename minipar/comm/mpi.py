@@ -9,9 +9,9 @@ import math
 import os
 import sys
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -20,7 +20,6 @@ from minipar.comm.operation import USER_TAGS, meaning
 from minipar.comm.transport import Link, Message, Request, has_returned
 from minipar.comm.work import Engine
 from minipar.errors import CommunicationError, print_line
-from minipar.robust_start import mpirun
 
 BYTE = MPI.BYTE
 
@@ -31,13 +30,13 @@ BYTE = MPI.BYTE
 YIELD_TESTS = 400
 FIRST_SLEEP = 50e-6  # seconds
 LONGEST_SLEEP = 1e-3
+OUTPUT_SECONDS = 0.3  # from the last line printed to the end of the job: mpirun drops what is still in its pipes
 
-# Tags of notices: I leave; I leave with a usage error; I printed my report, print yours; I have
-# this exception.
-LEFT, FAILED, REPORTED, RAISED = range(4)
+# Tags of notices: I leave; I leave with an error; I printed my report, print yours.
+LEFT, FAILED, REPORTED = range(3)
 LEFT_SECONDS = 2.0  # after it, the last messages of a rank that has left must have arrived
 REPORT_SECONDS = 2.0  # for the other ranks to print their reports
-RAISED_SECONDS = 1.0  # for other ranks to have the same exception, which one of them prints
+FAILED_SECONDS = 3.0  # for the other ranks to fail, too
 
 STATUS = MPI.Status()  # read at once after each test, so one serves all (one thread per rank calls MPI)
 
@@ -85,8 +84,7 @@ class Notices:
     def __init__(self) -> None:
         self.comm = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        tags = (LEFT, FAILED, REPORTED, RAISED)
-        self.arrived: dict[int, dict[int, int]] = {tag: {} for tag in tags}  # tag -> {rank: value}
+        self.arrived: dict[int, dict[int, int]] = {LEFT: {}, FAILED: {}, REPORTED: {}}  # tag -> {rank: value}
         # Buffers must stay until their messages have left.
         self._sent: list[tuple[np.ndarray, MPI.Request]] = []
 
@@ -121,24 +119,9 @@ class Notices:
         """Tell the others that this rank leaves, and wait until all do: MPI must not end with messages on their way."""
         self.send(LEFT, seconds=math.inf)
 
-    def print_once(self, text: str) -> None:
-        """Print the text of this rank's exception, unless a lower rank has the same one and prints it.
-
-        A text is printed at the latest RAISED_SECONDS after its exception, and the caller's abort
-        comes that late too: so it ends no rank that had another exception before.
-        """
-        digest = zlib.crc32(text.encode())
-        deadline = time.monotonic() + RAISED_SECONDS
-        raised = self.arrived[RAISED]
-        self.send(RAISED, digest)
-        lower = range(self.rank)
-        self.wait(RAISED, lower, deadline)
-        if digest in [raised.get(rank) for rank in lower]:
-            time.sleep(2 * RAISED_SECONDS)  # the abort of the rank that prints ends this one, unless it died first
-        sys.stderr.write(f"rank {self.rank}:\n{text}")
-        self.wait(RAISED, range(self.size), deadline)
-        if same := [str(rank) for rank in range(self.rank + 1, self.size) if raised.get(rank) == digest]:
-            sys.stderr.write(f"minipar: the same on rank {', '.join(same)}\n")
+    def everyone_fails(self) -> bool:
+        """Tell the others that this rank ends with an error. Return False if some do not say so in time."""
+        return self.send(FAILED, seconds=FAILED_SECONDS)
 
     def print_report(self, request: Request, engine: Engine) -> None:
         """Print what this rank waits for and its last operations. Tell the others, who then do the same."""
@@ -217,13 +200,9 @@ class MPITransport:
         return MPITransport(comm, [self.ranks[rank] for rank in ranks], self.notices, name)
 
 
-def abort(code: int) -> None:
+def abort(code: int) -> NoReturn:
     """End every rank of the job. mpirun exits with `code`, or with 1 if the code's lowest 8 bits are 0."""
     sys.stdout.flush()
     sys.stderr.flush()
-    code %= 256
-    if code == 0:
-        code = 1
-    mpirun.end_job(code)  # without the lines that MPI_Abort prints on each rank
-    time.sleep(mpirun.OUTPUT_SECONDS)
-    MPI.COMM_WORLD.Abort(code)
+    time.sleep(OUTPUT_SECONDS)
+    MPI.COMM_WORLD.Abort(code % 256 or 1)

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from minipar.backend import Array, from_host, is_host, to_host, xp
-from minipar.lone_steps import count_step
 from minipar.memory import hold
 from minipar.nn.optim_guards import (
     check_gradients,
@@ -84,8 +83,6 @@ class Optimizer:
             if parameter.grad is not None:
                 self.update(i, parameter, parameter.grad)
                 parameter.note_update()
-        if not owners:
-            count_step(sum(p.size for p in self.parameters if p.grad is not None))
         for owner in owners:
             owner.after_step()
 

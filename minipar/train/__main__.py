@@ -1,6 +1,5 @@
 """The program `mpirun -n N python -m minipar.train`: train a model; with --verify, prove it equal to one device's."""
 
-import minipar.robust_start.first_import  # noqa: F401, I001 before the others, which take a second
 import json
 import os
 import signal

@@ -216,27 +216,3 @@ def test_one_batch_on_two_ranks_is_noted_once(stage, capfd):
     run_local(3, rank, [4, 4, 4])
     line = capfd.readouterr().err
     assert line.startswith("minipar: note: ") and line.count("\n") == 1
-
-
-TRAINS_ALONE = """
-model = MLP(); optimizer = AdamW(model.parameters())
-model.loss(*points(world.rank)).backward(); optimizer.step()
-"""
-NOTES = {  # the script of a rank, the number of ranks, and how many notes follow; an MLP has 26 elements
-    "trains alone": (TRAINS_ALONE, 2, 1),
-    "trains alone and sends its losses": (f"{TRAINS_ALONE}world.all_reduce(np.ones(2))", 2, 1),
-    "trains alone on three ranks": (TRAINS_ALONE, 3, 1),
-    "is one device": (TRAINS_ALONE, 1, 0),
-    "sends its parameters in two bytes": (f"{TRAINS_ALONE}world.all_reduce(np.ones(26, 'f2'))", 2, 0),
-    "has a wrapper": (TRAINS_ALONE.replace("MLP()", "shard(MLP(), world, 0)"), 2, 0),
-    "trains nothing": ("world.rank", 2, 0),
-}
-
-
-@pytest.mark.parametrize("name", NOTES)
-def test_a_forgotten_wrapper_is_noted_once_at_the_end(name, capfd):
-    script, size, notes = NOTES[name]
-    mp.launch(lambda world: run_script(script, world=world, points=points, **NAMES), threads=size)
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == notes
-    assert all(line.startswith("minipar: note: ") and f" {size} " in line for line in lines)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launcher import ROOT, mpirun_is_open_mpi, run_mpi
+from launcher import ROOT, run_mpi
 
 HEADER = """import os, sys
 import numpy as np
@@ -79,10 +79,6 @@ def test_a_rank_has_the_same_bits_whoever_loaded_numpy_first():
     assert late.stdout == early.stdout != ""
 
 
-NOT_FOUR_RANKS = ["mpirun", "4 ranks", "sees 1"]  # by the variables of MPICH's mpirun
-if mpirun_is_open_mpi():
-    NOT_FOUR_RANKS = ["MPICH's", "Open MPI"]
-MPICHS, OPEN_MPIS = {"PMI_SIZE": "2", "PMI_RANK": "0"}, {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
 REFUSED = {  # a program, variables of its environment, and what the line of the error has of both
     "a usage error of threads": ("launch(lambda c: DeviceMesh(c, dp=2), threads=3)", {}, ["dp = 2", "threads=3", "3"]),
     "no memory on threads": ("def f(c): raise MemoryError('16 GiB')\nlaunch(f, threads=3)", {}, ["16 GiB"]),
@@ -90,11 +86,7 @@ REFUSED = {  # a program, variables of its environment, and what the line of the
     "a timeout that is none": ("main(print)", {"MINIPAR_TIMEOUT": "x"}, ["MINIPAR_TIMEOUT=x"]),
     "torchrun": ("main(print)", {"WORLD_SIZE": "2", "RANK": "0"}, ["torchrun", "mpirun -n 2"]),
     "srun": ("main(print)", {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, ["srun", "mpirun -n 4"]),
-    "ranks that MPI does not see": ("main(print)", {"PMI_SIZE": "4", "PMI_RANK": "0"}, NOT_FOUR_RANKS),
-    "a number that is none": ("main(print)", {"PMI_SIZE": "x"}, ["PMI_SIZE=x"]),
-    "a connection that is none": ("main(print)", {**MPICHS, "PMI_FD": "77"}, ["PMI_FD=77"]),
-    "Open MPI's mpirun": ("main(print)", {**OPEN_MPIS, "MPI4PY_MPIABI": "mpich"}, ["MPI4PY_MPIABI=openmpi"]),
-    "MPICH's mpirun": ("main(print)", {**MPICHS, "MPI4PY_MPIABI": "openmpi"}, ["MPI4PY_MPIABI=mpich"]),
+    "ranks that MPI does not see": ("main(print)", {"PMI_SIZE": "4", "PMI_RANK": "0"}, ["mpirun", "4 ranks", "sees 1"]),
 }
 
 
@@ -110,13 +102,15 @@ def test_a_start_that_cannot_be_is_one_line_and_code_2(name):
 @pytest.mark.parametrize(
     ("start", "env", "values"),
     [
-        ("launch(print, threads=4)", {}, ["threads=4", "mpirun started 2"]),
         ("launch(print)", {"MINIPAR_TIMEOUT": "0"}, ["MINIPAR_TIMEOUT=0"]),
         ("sys.modules['mpi4py'] = None; main(print)", {}, ["mpirun started 2 ranks"]),
     ],
 )
-def test_a_start_of_two_ranks_that_cannot_be_is_one_line(start, env, values):
-    assert_one_line(run_mpi(2, HEADER + start, SECONDS, env), *values)
+def test_a_start_of_two_ranks_that_cannot_be_is_a_line_of_each(start, env, values):
+    """Each rank says so: they do not know of one another yet."""
+    result = run_mpi(2, HEADER + start, SECONDS, env)
+    (line,) = set(result.stderr.splitlines())
+    assert result.returncode == 2 and all(value in line for value in values), line
 
 
 def test_launch_returns_the_result_of_this_rank():
@@ -126,17 +120,9 @@ def test_launch_returns_the_result_of_this_rank():
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["(0, 3)", "(1, 3)", "(2, 3)"])
 
 
-def test_exceptions_are_printed_once_and_none_is_lost():
-    """Ranks 0 and 1 have the same one, and 2 and 3 another, half a second later."""
-    body = """
-def program(comm):
-    if comm.rank > 1:
-        time.sleep(0.5)
-    raise ValueError(f"in {comm.rank // 2}")
-"""
-    result = run_mpi(4, f"{HEADER}import time\n{body}main(program)", SECONDS)
-    lines = result.stderr.splitlines()
-    assert result.returncode == 1
-    assert [line for line in lines if line.startswith("rank ")] in (["rank 0:", "rank 2:"], ["rank 2:", "rank 0:"])
-    assert sorted(line for line in lines if line.startswith("ValueError")) == ["ValueError: in 0", "ValueError: in 1"]
-    assert all(f"minipar: the same on rank {rank}" in lines for rank in (1, 3))
+def test_ranks_do_not_wait_for_one_that_never_starts():
+    """MPI itself would wait for ever."""
+    body = "import minipar.comm.launch as module\nmodule.START_SECONDS = 2\n"
+    body += "if os.environ['PMI_RANK'] == '2': raise ImportError('x')\nmain(print)"
+    result = run_mpi(3, HEADER + body, SECONDS)
+    assert result.returncode != 0 and result.stderr.count("MPI has not started within 2 s") == 2
