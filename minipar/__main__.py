@@ -9,7 +9,10 @@ from minipar.errors import UsageError, error_line, print_line
 from minipar.pictures import full_name
 
 COMMANDS = {
-    "train": ("minipar.train", "train a GPT, a Llama or a Mixtral; on N ranks: mpirun -n N minipar train ..."),
+    "train": (
+        "minipar.train",
+        "train a GPT, a Llama or a Mixtral; on N ranks: mpirun -n N minipar train ...",
+    ),
     "plan": ("minipar.plan", "find the fastest layouts of a model on a cluster; needs no MPI"),
     "generate": ("minipar.generate", "continue a text with a trained model"),
     "compare": ("minipar.compare", "name the step, parameters and factor by which two runs differ"),
@@ -35,7 +38,9 @@ def main() -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
     # MPI has not started here, so the launcher's variable says which rank prints.
-    first = all(os.environ.get(variable, "0") == "0" for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"))
+    first = all(
+        os.environ.get(variable, "0") == "0" for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+    )
     if name in ("-h", "--help", "--version"):
         text = f"minipar {__version__}\n" if name == "--version" else HELP
         sys.stdout.write(text if first else "")

@@ -26,7 +26,9 @@ Array = Any  # numpy.ndarray or cupy.ndarray: the two share an interface, not a 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 LARGEST_KEPT = 2**30  # bytes of one array
-_thread_pools = cache(ThreadpoolController)  # finding the libraries takes milliseconds, setting a limit microseconds
+_thread_pools = cache(
+    ThreadpoolController
+)  # finding the libraries takes milliseconds, setting a limit microseconds
 
 
 def one_blas_thread() -> AbstractContextManager[object]:
@@ -109,7 +111,9 @@ def use_device(device: str, rank: int) -> None:
         cupy: ModuleType = importlib.import_module("cupy")
         count = cupy.cuda.runtime.getDeviceCount()  # CUDA's own error if there is none
     except Exception as error:
-        raise UsageError(f"--device cuda needs CuPy (pip install 'minipar[gpu]') and a GPU: {error}") from None
+        raise UsageError(
+            f"--device cuda needs CuPy (pip install 'minipar[gpu]') and a GPU: {error}"
+        ) from None
     cupy.cuda.Device(rank % count).use()
     use(cupy)
 

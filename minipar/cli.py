@@ -22,7 +22,9 @@ class UsageParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, prints: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.prints = prints
-        self.add_argument("--version", action="version", version=f"minipar {__version__}", help="show it and exit")
+        self.add_argument(
+            "--version", action="version", version=f"minipar {__version__}", help="show it and exit"
+        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for word in sys.argv[1:] if args is None else args:

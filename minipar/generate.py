@@ -16,7 +16,9 @@ from minipar.train.flags import count
 from minipar.train.pretrained import load_pretrained
 
 
-def generate(model: LanguageModel, tokens: Sequence[int], length: int, temperature: float, seed: int) -> list[int]:
+def generate(
+    model: LanguageModel, tokens: Sequence[int], length: int, temperature: float, seed: int
+) -> list[int]:
     """Return `tokens` and the `length` tokens that follow. The model sees as many as it has positions."""
     random = generator(seed, "generate")
     text = list(tokens)

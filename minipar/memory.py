@@ -85,7 +85,12 @@ class MemoryLedger:
 
         {"kinds": [...], "ranks": [{"rank", "peak", "peak_parts", "moments": [[phase, bytes of each kind], ...]}, ...]}
         """
-        account = {"rank": comm.rank, "peak": self.peak, "peak_parts": self.peak_parts, "moments": self.moments}
+        account = {
+            "rank": comm.rank,
+            "peak": self.peak,
+            "peak_parts": self.peak_parts,
+            "moments": self.moments,
+        }
         gathered = comm.gather_bytes(json.dumps(account).encode())
         if gathered is not None:
             content = {"kinds": KINDS, "ranks": [json.loads(data) for data in gathered]}

@@ -18,8 +18,8 @@ from minipar.errors import UsageError, print_line, printable
 from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
 from minipar.parallel.pipeline.check import check, lower
 from minipar.parallel.pipeline.in_order import CHANNELS, simulate_in_order
-from minipar.parallel.pipeline.schedule_file import load_csv, save_csv
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
+from visualize.schedule_file import load_csv, save_csv
 
 from . import mesh, schedule, shares, style, timeline
 from .comparison import plot_comparison, read_comparison

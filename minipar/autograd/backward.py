@@ -99,7 +99,9 @@ def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
     while stack:
         node = stack.pop()
         if node.freed:
-            raise ValueError("backward() a second time through the same graph: its saved arrays are already freed")
+            raise ValueError(
+                "backward() a second time through the same graph: its saved arrays are already freed"
+            )
         for input_node in node.input_nodes:
             if input_node is not None and input_node not in nodes:
                 nodes.add(input_node)
@@ -124,7 +126,9 @@ def input_gradients(node: Node, grad: Array | None) -> Sequence[AnyGradient]:
 class BackwardPass:
     """A backward pass that is running, together with the passes inside it (recompute)."""
 
-    uses: Counter[Leaf] = field(default_factory=Counter)  # the edges to each leaf that it has not gone through yet
+    uses: Counter[Leaf] = field(
+        default_factory=Counter
+    )  # the edges to each leaf that it has not gone through yet
     callbacks: list[Callable[[], None]] = field(default_factory=list)  # run at its end
 
     def close_use(self, leaf: Leaf, gradient: Array | LazyGradient | None) -> None:
@@ -133,7 +137,9 @@ class BackwardPass:
             leaf.accumulate(gradient)
         self.uses[leaf] -= 1
         if self.uses[leaf] == 0:
-            del self.uses[leaf]  # or a recomputed block's input would live, with its gradient, until the pass ends
+            del self.uses[
+                leaf
+            ]  # or a recomputed block's input would live, with its gradient, until the pass ends
             for hook in leaf.hooks:
                 hook(leaf)
 

@@ -333,7 +333,13 @@ class CrossEntropyFunction(Function):
         return xp.where(counted, xp.log(total[:, 0]) - correct, 0).sum()
 
     def backward(
-        self, grad: Array, probabilities: Array, rows: Array, targets: Array, counted: Array, one_hot: Array | int
+        self,
+        grad: Array,
+        probabilities: Array,
+        rows: Array,
+        targets: Array,
+        counted: Array,
+        one_hot: Array | int,
     ) -> Gradients:
         dlogits = probabilities  # overwritten: nobody else holds it and backward runs once
         dlogits[rows, targets] -= one_hot

@@ -66,7 +66,9 @@ def dim_order(shape: tuple[int, ...], dims: tuple[int, ...]) -> list[int]:
     if known and sorted(chosen) == order:
         return chosen
     named = ", ".join(map(str, dims))
-    raise ValueError(f"transpose({named}) of shape {shape}: name two dims to swap, or all {count} once, in a new order")
+    raise ValueError(
+        f"transpose({named}) of shape {shape}: name two dims to swap, or all {count} once, in a new order"
+    )
 
 
 def check_whole_logits(columns: int, all_columns: int | None) -> None:
@@ -108,13 +110,17 @@ def check_targets(targets: Array, rows: tuple[int, ...], count: int) -> None:
 
 def refuse_dropout(dropout: str, method: str, remedy: str) -> None:
     """Raise UsageError: a `method` of attention that never has all scores of a head cannot drop probabilities."""
-    raise UsageError(f"{dropout} needs all of attention's probabilities, which {method} never has: give {remedy}")
+    raise UsageError(
+        f"{dropout} needs all of attention's probabilities, which {method} never has: give {remedy}"
+    )
 
 
 def check_position_ids(ids: np.ndarray) -> None:
     """Raise UsageError unless position ids (B, T) begin with 0 in each sample, and go on with 0 or by one."""
     if ids.dtype.kind not in "iu" or ids.ndim != 2:
-        raise UsageError(f"position ids of {ids.dtype} and shape {ids.shape}: expected integers (samples, tokens)")
+        raise UsageError(
+            f"position ids of {ids.dtype} and shape {ids.shape}: expected integers (samples, tokens)"
+        )
     before = np.full(ids.shape, -1)
     before[:, 1:] = ids[:, :-1]
     wrong = (ids != 0) & (ids != before + 1)

@@ -35,7 +35,11 @@ class _Checkpoint(Function):
         for array, need in zip(inputs, needs, strict=False):
             tensors.append(Tensor(array, need))
         documents = setting(position_ids, self.position_ids)
-        with documents, setting(randomness, self.randomness), setting(grad_enabled, True):  # even in `no_grad`
+        with (
+            documents,
+            setting(randomness, self.randomness),
+            setting(grad_enabled, True),
+        ):  # even in `no_grad`
             output = function(*tensors)
         output.backward(grad)  # parameters receive their gradients in here
         gradients = [tensor.grad for tensor in tensors]

@@ -81,7 +81,10 @@ def ring_all_gather(link: Link, x: np.ndarray) -> Steps:
     r = link.rank
     parts = chunks(x, p)
     for step in range(p - 1):
-        yield link.isend(parts[(r - step) % p], (r + 1) % p), link.irecv(parts[(r - step - 1) % p], (r - 1) % p)
+        yield (
+            link.isend(parts[(r - step) % p], (r + 1) % p),
+            link.irecv(parts[(r - step - 1) % p], (r - 1) % p),
+        )
 
 
 def pairwise_all_gather(link: Link, x: np.ndarray) -> Steps:

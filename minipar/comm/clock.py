@@ -145,7 +145,9 @@ class Tracer:
         """
         return self._tracks.setdefault(key, (len(self._tracks), name))[0]
 
-    def slice(self, track: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]) -> None:
+    def slice(
+        self, track: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]
+    ) -> None:
         """Record an interval, given in seconds, on a track."""
         start *= MICROSECONDS
         end *= MICROSECONDS
@@ -168,7 +170,10 @@ class Tracer:
 
     def chrome_events(self, rank: int) -> list[dict[str, Any]]:
         """Return all events, with the names of the process and of its tracks."""
-        metadata = [("process_name", 0, {"name": f"rank {rank}"}), ("process_sort_index", 0, {"sort_index": rank})]
+        metadata = [
+            ("process_name", 0, {"name": f"rank {rank}"}),
+            ("process_sort_index", 0, {"sort_index": rank}),
+        ]
         for tid, name in self._tracks.values():
             metadata.append(("thread_name", tid, {"name": name}))
         names = [{"name": name, "ph": "M", "tid": tid, "args": args} for name, tid, args in metadata]

@@ -126,7 +126,9 @@ class Communicator(Stream):
             raise ValueError(f"{self.label}, {name}: tag {tag} is outside 0..{USER_TAGS - 1}")
         return self._work(name, "", tag, is_message=True)
 
-    def all_reduce(self, x: Array, op: str = "sum", algorithm: str = "auto", async_op: bool = False) -> Result:
+    def all_reduce(
+        self, x: Array, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+    ) -> Result:
         """Replace x, of any shape, by the sum (or the maximum) over all ranks. Return x, or a Work.
 
         Sent per rank: 2n(p-1)/p bytes, n lg p by recursive_doubling. "ordered" adds in rank order,
@@ -137,7 +139,12 @@ class Communicator(Stream):
         return self._issue(operation, x, async_op)
 
     def reduce_scatter(
-        self, x: Array, out: Array | None = None, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+        self,
+        x: Array,
+        out: Array | None = None,
+        op: str = "sum",
+        algorithm: str = "auto",
+        async_op: bool = False,
     ) -> Result:
         """Set out = chunk r (`chunk_bounds(n, p)[r]`) of the sum of all ranks' x.
 
@@ -172,7 +179,12 @@ class Communicator(Stream):
         return self._issue(operation, out, async_op)
 
     def all_to_all(
-        self, x: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False, counts: Counts = None
+        self,
+        x: Array,
+        out: Array | None = None,
+        algorithm: str = "auto",
+        async_op: bool = False,
+        counts: Counts = None,
     ) -> Result:
         """Send chunk j of x to rank j; set out = the chunks sent here, in rank order.
 
@@ -192,7 +204,9 @@ class Communicator(Stream):
             receives = bounds_of(counts[1])
             size = receives[-1][1]
         out, host = self._output("all_to_all", x, out, size)
-        operation = Operation("all_to_all", algorithm, input=flat, output=host, sends=sends, receives=receives)
+        operation = Operation(
+            "all_to_all", algorithm, input=flat, output=host, sends=sends, receives=receives
+        )
         return self._issue(operation, out, async_op)
 
     def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
@@ -317,7 +331,9 @@ class Communicator(Stream):
         check_array(self.label, op, x)
         if type(x) is np.ndarray:
             if not x.flags.c_contiguous:
-                raise ValueError(f"{self.label}, {op}: an array of shape {x.shape} is not contiguous; send a copy")
+                raise ValueError(
+                    f"{self.label}, {op}: an array of shape {x.shape} is not contiguous; send a copy"
+                )
             return x.ravel()  # a view
         return np.ascontiguousarray(to_host(x)).reshape(-1)
 
@@ -333,18 +349,6 @@ class Communicator(Stream):
             given = f"out has {out.size} elements of {out.dtype}"
             raise CommunicationError(f"{self.label}, {op}: {given}, expected {size} of {x.dtype}")
         return out, self._room(out, op)
-
-
-def hierarchical_all_reduce(x: Array, inside: Communicator, across: Communicator, algorithm: str = "ring") -> Array:
-    """Replace x by the sum over the ranks of both `levels`, each group's s ranks first, then the q groups.
-
-    Sent per rank, with n bytes: 2n(s-1)/s inside and only 2(n/s)(q-1)/q across, in 2(s-1) + 2(q-1)
-    messages. NB: what NCCL and Horovod call hierarchical. "ordered" gives the bits of one device
-    that adds in the same nested order.
-    """
-    chunk = inside.reduce_scatter(x, algorithm=algorithm)
-    across.all_reduce(chunk, algorithm=algorithm)
-    return inside.all_gather(chunk, out=x, algorithm="pairwise")
 
 
 def _combine(op: str) -> np.ufunc:

@@ -20,7 +20,9 @@ def check_array(label: str, op: str, x: object) -> None:
         raise UsageError(f"{label}, {op} of an array of {x.dtype}: expected values that can be added")
 
 
-def check_counts(label: str, rank: int, ranks: int, counts: tuple[Sequence[int], Sequence[int]], elements: int) -> None:
+def check_counts(
+    label: str, rank: int, ranks: int, counts: tuple[Sequence[int], Sequence[int]], elements: int
+) -> None:
     """Raise CommunicationError unless an all-to-all's counts have an entry for each rank and add up."""
     sends, receives = (list(map(int, each)) for each in counts)
     is_complete = len(sends) == len(receives) == ranks and sends[rank] == receives[rank]

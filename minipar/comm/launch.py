@@ -130,7 +130,9 @@ def start_mpi() -> None:
 
 def give_up() -> NoReturn:
     """End this rank, as the others do, because MPI does not start."""
-    print_line(f"minipar: MPI has not started within {START_SECONDS} s: a rank has ended before, or comes too late")
+    print_line(
+        f"minipar: MPI has not started within {START_SECONDS} s: a rank has ended before, or comes too late"
+    )
     os._exit(1)
 
 

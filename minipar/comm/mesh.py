@@ -66,7 +66,9 @@ class DeviceMesh:
     def _along(self, *axes: str) -> Communicator:
         """Make the Communicator of this rank's row along one axis, or its plane along several, the slowest first."""
         points = product(*(range(self.shape[axis]) for axis in axes))
-        return self.world.row([self.rank_at(**dict(zip(axes, point, strict=True))) for point in points], axes[0])
+        return self.world.row(
+            [self.rank_at(**dict(zip(axes, point, strict=True))) for point in points], axes[0]
+        )
 
 
 def check_expert_mesh(dp: int, cp: int, tp: int, ep: int, etp: int) -> None:

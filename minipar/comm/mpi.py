@@ -30,7 +30,8 @@ BYTE = MPI.BYTE
 YIELD_TESTS = 400
 FIRST_SLEEP = 50e-6  # seconds
 LONGEST_SLEEP = 1e-3
-OUTPUT_SECONDS = 0.3  # from the last line printed to the end of the job: mpirun drops what is still in its pipes
+# From the last line printed to the end of the job: mpirun drops what is still in its pipes.
+OUTPUT_SECONDS = 0.3
 
 # Tags of notices: I leave; I leave with an error; I printed my report, print yours.
 LEFT, FAILED, REPORTED = range(3)
@@ -162,7 +163,9 @@ class MPITransport:
 
     launcher = "mpirun"
 
-    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], notices: Notices, name: str = "world") -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, ranks: Sequence[int], notices: Notices, name: str = "world"
+    ) -> None:
         self.comm = comm
         self.notices = notices
         self.name = name

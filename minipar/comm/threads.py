@@ -54,7 +54,9 @@ class ThreadWorld:
         self.unmatched: dict[tuple[str, int, int, int], deque[_Message]] = {}
         self.wake = [threading.Condition(self.lock) for _ in range(size)]
         self.news = [False] * size  # a message of this rank was delivered since it last paused
-        self.idle: dict[int, Request | None] = {}  # ranks that wait without news, and for what; None: it has returned
+        self.idle: dict[
+            int, Request | None
+        ] = {}  # ranks that wait without news, and for what; None: it has returned
         self.failure: BaseException | None = None
 
     def post(self, key: tuple[str, int, int, int], message: _Message) -> Request:
@@ -193,7 +195,9 @@ def run_local(
                 error.add_note(f"on rank {rank}")
 
     threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
+        threading.Thread(
+            target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True
+        )
         for rank in range(ranks)
     ]
     with one_blas_thread():

@@ -41,10 +41,13 @@ class TimedLink:
         self.tracer = self.stream.tracer
         self.time = self.clock.now()  # when the operation was issued
         self.port = 0.0  # when the last message sent has left
-        self.waited = 0.0  # seconds in which a message was missing that its sender had not sent (wall: not delivered)
+        # Seconds in which a message was missing that its sender had not sent (wall: not delivered).
+        self.waited = 0.0
         self.nbytes = 0  # sent
         self.headers: list[Request] = []  # for the messages since the last step; none on a wall clock
-        self.arrivals: dict[Request, tuple[np.ndarray, float, str]] = {}  # sender's clock, network's price, arrow
+        self.arrivals: dict[
+            Request, tuple[np.ndarray, float, str]
+        ] = {}  # sender's clock, network's price, arrow
 
     def isend(self, array: np.ndarray, dest: int) -> Request:
         """Start to send a message, behind its header on a logical clock."""

@@ -47,7 +47,9 @@ class Engine:
         self.streams: dict[Stream, None] = {}  # they have operations under way
         self.operations = 0  # collectives issued, on all communicators
         self.recent: deque[tuple[str, int]] = deque(maxlen=RECORDED)  # axis and tag of the last operations
-        self.unwaited: dict[Work, str] = {}  # asynchronous operations, and the line of the program that issued each
+        self.unwaited: dict[
+            Work, str
+        ] = {}  # asynchronous operations, and the line of the program that issued each
         self.timeout = wait_timeout()
 
     def wait_for_message(self, work: "Work", request: Request) -> None:
@@ -71,7 +73,9 @@ class Engine:
                     said *= 2
                 if seconds > self.timeout:
                     text = f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)"
-                    raise CommunicationError(text + (notices.report(request, self) if notices is not None else ""))
+                    raise CommunicationError(
+                        text + (notices.report(request, self) if notices is not None else "")
+                    )
             Work.drive(work, to_end=False)
 
     @contextmanager

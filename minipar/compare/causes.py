@@ -10,12 +10,24 @@ from itertools import product
 
 # What it usually means if B's gradient is this many times A's, and if A's is this many times B's.
 CAUSES = {
-    "dp": ("summed over dp, though each rank's is already that of the global mean", "divided by dp once too often"),
-    "cp": ("of a loss times cp, or summed over cp once more", "divided by cp once too often, or not summed over it"),
+    "dp": (
+        "summed over dp, though each rank's is already that of the global mean",
+        "divided by dp once too often",
+    ),
+    "cp": (
+        "of a loss times cp, or summed over cp once more",
+        "divided by cp once too often, or not summed over it",
+    ),
     "tp": ("summed over tp, though each rank has it whole", "divided by tp, or not summed over it"),
-    "ep": ("summed over ep, though each expert's covers its tokens", "divided by ep, or not summed over its tokens"),
+    "ep": (
+        "summed over ep, though each expert's covers its tokens",
+        "divided by ep, or not summed over its tokens",
+    ),
     "pp": ("added on each pipeline rank", "divided by pp, or kept on one pipeline rank only"),
-    "microbatches": ("not divided by the microbatches", "divided by the microbatches twice, or of one of them only"),
+    "microbatches": (
+        "not divided by the microbatches",
+        "divided by the microbatches twice, or of one of them only",
+    ),
     "tokens": ("that of the sum over the tokens, not of their mean", "divided by the tokens twice"),
 }
 Sizes = Mapping[str, Iterable[int]]  # the two runs' values of each name in CAUSES
@@ -116,7 +128,9 @@ def causes(quantity: str, ratio: float, sizes: Sizes, difference: float = 0.0) -
     return tuple(found)
 
 
-def _causes_of_size(quantity: str, ratio: float, name: str, size: int, meanings: tuple[str, str]) -> list[str]:
+def _causes_of_size(
+    quantity: str, ratio: float, name: str, size: int, meanings: tuple[str, str]
+) -> list[str]:
     """Return the causes of a ratio that is an axis's size or its inverse, or the root of these for a norm."""
     subject = "the gradient is " if quantity == "gradient" else ""
     found = []

@@ -38,7 +38,9 @@ class Finding:
     parameters: int
     step: int | None
     differences: tuple[Difference, ...]
-    ratios: dict[int, dict[str, float | None]]  # by step and parameter: B's gradient norm / A's; None where equal
+    ratios: dict[
+        int, dict[str, float | None]
+    ]  # by step and parameter: B's gradient norm / A's; None where equal
     may_be_rounding: bool  # what comes before is equal, and the differences at most GROWTH times the limit
     skipped: tuple[int, ...] = ()  # by both runs, because gradients were not finite
 
@@ -99,7 +101,9 @@ def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding
                 may_be_rounding = not wider.differences()
         last = comparison
     if len(skipped) == len(steps) and first is None:
-        raise UsageError(f"{a} and {b} both skipped every step that they have in common, which proves nothing")
+        raise UsageError(
+            f"{a} and {b} both skipped every step that they have in common, which proves nothing"
+        )
     recorded = len(run_a.steps), len(run_b.steps)
     return Finding(
         steps=len(steps),
@@ -118,7 +122,9 @@ def _check_shapes(a: Run, b: Run) -> None:
     for name in a.shapes | b.shapes:
         shapes = [str(run.shapes.get(name, "missing")) for run in (a, b)]
         if shapes[0] != shapes[1]:
-            raise UsageError(f"the records are of different models: {name} is {shapes[0]} in A, {shapes[1]} in B")
+            raise UsageError(
+                f"the records are of different models: {name} is {shapes[0]} in A, {shapes[1]} in B"
+            )
 
 
 def as_text(finding: Finding) -> str:

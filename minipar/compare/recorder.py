@@ -14,7 +14,9 @@ class Recorder:
         args = trainer.args
         state = trainer.state_dict()
         self.record: Record | None = None  # on rank 0
-        facts = {name: getattr(args, name) for name in ("dtype", "dp", "cp", "ep", "tp", "pp", "microbatches")}
+        facts = {
+            name: getattr(args, name) for name in ("dtype", "dp", "cp", "ep", "tp", "pp", "microbatches")
+        }
         if state:
             try:
                 self.record = Record(directory, state, tokens=trainer.tokens_per_step, **facts)

@@ -14,7 +14,9 @@ from minipar.compare.record import strips
 
 NEARLY_PARALLEL = 0.8  # the cosine of two gradients that are sums of the same parts, with other weights
 CERTAIN = 0.01  # the rounding, as a part of a gradient, beyond which a ratio says little
-NOT_FINITE = "an overflow (inf) or inf - inf, 0 / 0 (nan) on some rank: the record has what rank 0 gets from all"
+NOT_FINITE = (
+    "an overflow (inf) or inf - inf, 0 / 0 (nan) on some rank: the record has what rank 0 gets from all"
+)
 UPDATE = "weight decay, betas, eps, clipping or optimizer state"
 
 Arrays = Mapping[str, np.ndarray]  # a step's loss, grad_norm, gradient/NAME and update/NAME

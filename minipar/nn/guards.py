@@ -35,7 +35,9 @@ def float_dtype(model: str, dtype: DTypeLike) -> str:
     given = str(getattr(dtype, "__name__", dtype))  # np.float32 has a name, too
     name = DTYPES.get(given, given)
     if name not in DTYPES.values():
-        raise UsageError(f"{model}(dtype={dtype!r}): expected {', '.join(DTYPES)} or {', '.join(DTYPES.values())}")
+        raise UsageError(
+            f"{model}(dtype={dtype!r}): expected {', '.join(DTYPES)} or {', '.join(DTYPES.values())}"
+        )
     return name
 
 
@@ -77,7 +79,9 @@ def array_of(what: str, value: object) -> Array:
 def check_tokens(tokens: Array) -> None:
     """Raise UsageError unless the tokens are integers (B, T)."""
     if tokens.ndim != 2:
-        raise UsageError(f"tokens of shape {tokens.shape}: expected (samples, tokens), as tokens[None] for one sample")
+        raise UsageError(
+            f"tokens of shape {tokens.shape}: expected (samples, tokens), as tokens[None] for one sample"
+        )
     if tokens.dtype.kind not in "iu":
         raise UsageError(f"tokens of {tokens.dtype}: expected integers, as tokens.astype(int)")
 
@@ -92,23 +96,33 @@ def check_packed(samples: int) -> None:
 def check_columns(layer: str, inputs: int, shape: tuple[int, ...]) -> None:
     """Raise UsageError unless the last dim of a layer's input has `inputs` elements."""
     if not shape or shape[-1] != inputs:
-        raise UsageError(f"{layer} of {inputs} inputs: x has the shape {shape}, whose last dim must be {inputs}")
+        raise UsageError(
+            f"{layer} of {inputs} inputs: x has the shape {shape}, whose last dim must be {inputs}"
+        )
 
 
 def check_state(state: Any, parameters: int) -> None:
     """Raise UsageError unless the state of a model of so many parameters maps names to arrays of real values."""
     kind = type(state).__name__
     if not isinstance(state, Mapping):
-        raise UsageError(f"load_state_dict of a {kind}: give what state_dict() returned, arrays by their names")
+        raise UsageError(
+            f"load_state_dict of a {kind}: give what state_dict() returned, arrays by their names"
+        )
     if "param_groups" in state:
-        raise UsageError("load_state_dict: this is an optimizer's state: write optimizer.load_state_dict(state)")
+        raise UsageError(
+            "load_state_dict: this is an optimizer's state: write optimizer.load_state_dict(state)"
+        )
     if len(state) == 0 and parameters > 0:
         why = "state_dict() of a wrapper returns the model on rank 0, and {} on the others"
-        raise UsageError(f"load_state_dict of an empty state: {why}; load what rank 0 has saved, on every rank")
+        raise UsageError(
+            f"load_state_dict of an empty state: {why}; load what rank 0 has saved, on every rank"
+        )
     for name in state:
         array = state[name]
         if not hasattr(array, "shape"):
-            raise UsageError(f"load_state_dict: {name} is a {type(array).__name__}: give an array, as np.array(value)")
+            raise UsageError(
+                f"load_state_dict: {name} is a {type(array).__name__}: give an array, as np.array(value)"
+            )
         if getattr(array.dtype, "kind", "") in ("c", "O", "S", "U"):
             raise UsageError(f"load_state_dict: {name} holds {array.dtype}: expected real values")
 

@@ -178,7 +178,10 @@ def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
     is_kept = xp.zeros(n * k, dtype=int)
     is_kept[kept] = 1
     return Rows(
-        tokens=tokens, counts=np.full(experts, capacity), row_of=row_of.reshape(k, n).T, is_kept=is_kept.reshape(k, n).T
+        tokens=tokens,
+        counts=np.full(experts, capacity),
+        row_of=row_of.reshape(k, n).T,
+        is_kept=is_kept.reshape(k, n).T,
     )
 
 

@@ -99,7 +99,11 @@ class SGD(Optimizer):
     """
 
     def __init__(
-        self, parameters: Iterable[Parameter], lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0
+        self,
+        parameters: Iterable[Parameter],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(parameters)
         self.lr = lr

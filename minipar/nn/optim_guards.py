@@ -44,25 +44,33 @@ def check_parameters(parameters: Sequence[object]) -> None:
     """Raise UsageError unless these are Parameters, one at least and each once."""
     if not parameters:
         remedy = "give model.parameters(); a generator is empty once it was read"
-        raise UsageError(f"optimizer without parameters: {remedy}; a pipeline's rank that has none needs none")
+        raise UsageError(
+            f"optimizer without parameters: {remedy}; a pipeline's rank that has none needs none"
+        )
     for given in parameters:
         if isinstance(given, Parameter):
             continue
         kind, remedy = type(given).__name__, "give model.parameters() or wrapper.parameters()"
         if isinstance(given, dict):
-            remedy = "an optimizer has one group; give one list of parameters (those below two dims never decay)"
+            remedy = (
+                "an optimizer has one group; give one list of parameters (those below two dims never decay)"
+            )
         elif isinstance(given, tuple):
             remedy = "give model.parameters(), without names"
         raise UsageError(f"optimizer over a {kind}: expected parameters; {remedy}")
     twice = len(parameters) - len(set(parameters))
     if twice:
         remedy = "give each once, or every step would change them several times"
-        raise UsageError(f"optimizer over {len(parameters)} parameters, {twice} of which repeat others: {remedy}")
+        raise UsageError(
+            f"optimizer over {len(parameters)} parameters, {twice} of which repeat others: {remedy}"
+        )
 
 
 def check_max_norm(max_norm: object) -> None:
     """Raise UsageError unless gradients can be scaled down to this norm: a negative one would turn them around."""
-    if max_norm is not None and not (isinstance(max_norm, Real) and float(max_norm) > 0):  # a NaN is not larger than 0
+    if max_norm is not None and not (
+        isinstance(max_norm, Real) and float(max_norm) > 0
+    ):  # a NaN is not larger than 0
         remedy = "expected a number larger than 0, or None for the norm alone"
         raise UsageError(f"clip_grad_norm: max_norm = {max_norm!r}: {remedy}")
 
@@ -129,14 +137,20 @@ def check_state(
         raise ValueError(f"optimizer state of {len(state['param_groups'])} param_groups: expected one")
     count = len(state["param_groups"][0]["params"])
     if count != len(parameters):
-        raise ValueError(f"optimizer state of {count} parameters, but this rank's optimizer holds {len(parameters)}")
+        raise ValueError(
+            f"optimizer state of {count} parameters, but this rank's optimizer holds {len(parameters)}"
+        )
     for own, saved in zip(parameters, state.get("holds", ()), strict=False):
         if saved and own.describe() and saved != own.describe():
             remedy = "load it on the rank that saved it, in the same layout"
-            raise ValueError(f"optimizer state of {saved}, but this rank's optimizer holds {own.describe()}: {remedy}")
+            raise ValueError(
+                f"optimizer state of {saved}, but this rank's optimizer holds {own.describe()}: {remedy}"
+            )
     steps = {int(entry["step"]) for entry in state["state"].values()}
     if len(steps) > 1 or (steps and set(state["state"]) != set(range(count))):
-        raise ValueError(f"optimizer state of {len(state['state'])} of {count} parameters, after {sorted(steps)} steps")
+        raise ValueError(
+            f"optimizer state of {len(state['state'])} of {count} parameters, after {sorted(steps)} steps"
+        )
     for i, entry in state["state"].items():
         for name, array in moments(i).items():
             if name in entry and tuple(entry[name].shape) != array.shape:

@@ -154,7 +154,13 @@ class LanguageModel(Module):
     head_weight: Tensor | None = None  # else the head's leaf of the token embedding
 
     def __init__(
-        self, config: TransformerConfig, seed: int, dtype: str, recompute: bool, deferred: bool, attention: str
+        self,
+        config: TransformerConfig,
+        seed: int,
+        dtype: str,
+        recompute: bool,
+        deferred: bool,
+        attention: str,
     ) -> None:
         check_config(type(self).__name__, self.config_type, config)
         self.dtype = float_dtype(type(self).__name__, dtype)

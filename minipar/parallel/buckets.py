@@ -25,7 +25,9 @@ class Bucket:
         self.holders = group.comm  # the ranks that hold these parameters
         self.comm = comm  # their collectives, perhaps in another dtype or in two steps (hybrid.py)
         self.size = sum(p.size for p in self.parameters)
-        self.own = slice(*chunk_bounds(self.size, comm.size)[comm.rank])  # ZeRO's: the chunk that this rank owns
+        self.own = slice(
+            *chunk_bounds(self.size, comm.size)[comm.rank]
+        )  # ZeRO's: the chunk that this rank owns
         self.gradient: Array | None = None  # the flat array that backward writes into, while there is one
         start = 0
         for p in self.parameters:
@@ -76,7 +78,9 @@ class Bucket:
 class BackwardHooks:
     """Calls `send(bucket)` for each bucket as soon as backward has completed it and all buckets before it."""
 
-    def __init__(self, buckets: Sequence[Bucket], send: Callable[[Bucket], None], progress: Callable[[], None]) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], send: Callable[[Bucket], None], progress: Callable[[], None]
+    ) -> None:
         self.buckets = buckets
         self.send = send
         self.progress = progress

@@ -328,7 +328,9 @@ def context_parallel(
     check_split(model, "context_parallel", comm)
     context = ContextParallel(comm, order)
     if method == "ulysses" and context.order == "documents":
-        raise UsageError("order='documents' with method='ulysses': it has whole samples, and any order is even")
+        raise UsageError(
+            "order='documents' with method='ulysses': it has whole samples, and any order is even"
+        )
     modules: list[Any] = [module for _, module in model.named_modules()]
     if context.size > 1 and method != "ulysses":
         check_no_dropout(modules, method)

@@ -18,7 +18,14 @@ from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.groups import BUCKET_BYTES, FIRST_BUCKET_BYTES, Group, by_size, groups_over, place_groups
+from minipar.parallel.groups import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    Group,
+    by_size,
+    groups_over,
+    place_groups,
+)
 from minipar.parallel.guards import check_wrapping, refuse_late_state
 from minipar.parallel.hybrid import Pending, in_dtype, set_gradient_dtype
 from minipar.parallel.loss import global_mean_loss
@@ -66,7 +73,8 @@ class DistributedDataParallel:
     up in `gradient_dtype` (float32 at least). A step sends 2 Psi (d-1)/d elements in `reduce_dtype`.
     """
 
-    accumulates_sums = False  # the guard refuses a second pass with a sum: it would sum the first pass's sum again
+    # The guard refuses a second pass with a sum: it would sum the first pass's sum again.
+    accumulates_sums = False
 
     def __init__(
         self, model: Module, comm: Communicator, algorithm: str = "ring", *,
@@ -86,7 +94,9 @@ class DistributedDataParallel:
         place_groups(model, comm, groups, before_reduce)
         self.gradient_dtype = dtype = set_gradient_dtype(model, gradient_dtype)
         # Backward completes the last parameters first, so the last group is the first bucket to be sent.
-        self.buckets = [Bucket(group, in_dtype(group.comm, reduce_dtype, dtype)) for group in reversed(groups)]
+        self.buckets = [
+            Bucket(group, in_dtype(group.comm, reduce_dtype, dtype)) for group in reversed(groups)
+        ]
         for bucket in self.buckets:
             for p in bucket.parameters:
                 p.materialize()

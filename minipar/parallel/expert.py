@@ -89,13 +89,19 @@ class ExpertParallel(Owner):
         if self.experts and not fits:
             ranks = f"the {count} ranks of ep = {self.comm.size} and edp = {self.replicas.size} hold different tokens"
             remedy = "wrap it over mesh.dp_cp"
-            raise UsageError(f"a wrapper over ranks {comm.ranks} of a model of shared experts: {ranks}; {remedy}")
+            raise UsageError(
+                f"a wrapper over ranks {comm.ranks} of a model of shared experts: {ranks}; {remedy}"
+            )
 
     def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if nobody sums the experts' gradients."""
         if not self.has_groups:
-            remedy = "wrap the model first: mp.shard(model, mesh.dp_cp, stage, groups=experts.groups(mesh.dp_cp))"
-            raise ValueError(f"the optimizer holds experts whose gradients nobody sums over their ranks; {remedy}")
+            remedy = (
+                "wrap the model first: mp.shard(model, mesh.dp_cp, stage, groups=experts.groups(mesh.dp_cp))"
+            )
+            raise ValueError(
+                f"the optimizer holds experts whose gradients nobody sums over their ranks; {remedy}"
+            )
 
     def check_sum(self, group: Communicator) -> None:
         """Raise ValueError: one sum over one group of ranks would be wrong."""
@@ -150,7 +156,9 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
     check_split(model, "expert_parallel", comm)
     owner = ExpertParallel(model, comm, replicas)
     if comm.size > 1 and not moe_layers(model):
-        raise UsageError(f"expert_parallel: {type(model).__name__} has no experts to share out; give an mp.Mixtral")
+        raise UsageError(
+            f"expert_parallel: {type(model).__name__} has no experts to share out; give an mp.Mixtral"
+        )
     for moe in moe_layers(model):
         check_divides("experts/ep", len(moe.experts), comm.size, "each rank holds whole experts")
     note_split(model, "expert_parallel", comm)

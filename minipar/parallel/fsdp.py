@@ -27,7 +27,14 @@ from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.groups import Group, by_unit, groups_over, has_segments, place_groups, segments_of
 from minipar.parallel.guards import check_freed, check_wrapping, checksum, refuse_late_state
-from minipar.parallel.hybrid import GradientComm, Pending, in_dtype, over_shards, replicas_of_shards, set_gradient_dtype
+from minipar.parallel.hybrid import (
+    GradientComm,
+    Pending,
+    in_dtype,
+    over_shards,
+    replicas_of_shards,
+    set_gradient_dtype,
+)
 from minipar.parallel.loss import global_mean_loss
 from minipar.parallel.shards import Chunk, all_shards, allocate_gradient, at_backward
 from minipar.parallel.state import gather_state
@@ -206,12 +213,16 @@ class FullyShardedDataParallel:
         """Run a segment; gather and free its units before and after its forward and its backward."""
         backward_is_next = needs.segment.is_last and grad_enabled.get()
         self.pre_forward(needs, backward_is_next)
-        y = forward(at_backward(x, partial(self.post_backward, needs)))  # backward comes to x after the segment
+        y = forward(
+            at_backward(x, partial(self.post_backward, needs))
+        )  # backward comes to x after the segment
         if not backward_is_next:
             self.post_forward(needs)
         return at_backward(y, partial(self.pre_backward, needs))  # backward comes to y before the segment
 
-    def run_whole(self, needs: SegmentUnits, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    def run_whole(
+        self, needs: SegmentUnits, function: Callable[..., Any], *inputs: Any, **options: Any
+    ) -> Any:
         """Run a function of a model that is one unit. Calls inside this call neither gather nor free."""
         if self.is_inside:
             return function(*inputs, **options)
@@ -237,7 +248,9 @@ class FullyShardedDataParallel:
         """Gather the segment's units, if its backward reads them; allocate the gradients that it completes."""
         if needs.segment.reads_in_backward:
             self.gather(needs.reads, needs.next_in_backward)
-            queue_callback(partial(self.post_backward, needs))  # for an input without a gradient, such as tokens
+            queue_callback(
+                partial(self.post_backward, needs)
+            )  # for an input without a gradient, such as tokens
         for unit in needs.completes:
             allocate_gradient(unit, self.works, self.hooks.enabled)
 
@@ -282,7 +295,9 @@ class FullyShardedDataParallel:
         if self.before_reduce is not None:
             self.before_reduce(unit.parameters)
         out = self.chunks[unit].room_for_sum()
-        self.works.append(unit.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True))
+        self.works.append(
+            unit.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True)
+        )
         unit.drop_gradient()  # the message alone refers to it from here on
 
     def after_backward(self) -> None:

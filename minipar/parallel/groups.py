@@ -29,7 +29,9 @@ def groups_over(comm: Communicator, units: Sequence[Sequence[Parameter]]) -> lis
     return [Group(unit, comm, number) for number, unit in enumerate(units)]
 
 
-def by_size(parameters: Sequence[Parameter], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Parameter]]:
+def by_size(
+    parameters: Sequence[Parameter], bucket_bytes: int, first_bucket_bytes: int
+) -> list[list[Parameter]]:
     """Group parameters into buckets of `bucket_bytes` or more, filled from the last one on."""
     groups: list[list[Parameter]] = []
     held = 0

@@ -28,13 +28,19 @@ def check_wrapping(model: Any, comm: Any, algorithm: Any, replicas: int = 1) -> 
     promised.
     """
     if is_wrapper(model):
-        raise UsageError(f"the model is a wrapper already, {type(model).__name__}: wrap the model itself, once")
+        raise UsageError(
+            f"the model is a wrapper already, {type(model).__name__}: wrap the model itself, once"
+        )
     if not isinstance(model, Module):
-        remedy = "write the model with mp.Module, mp.Linear, mp.Embedding, ... (a wrapper of torch is for torch's)"
+        remedy = (
+            "write the model with mp.Module, mp.Linear, mp.Embedding, ... (a wrapper of torch is for torch's)"
+        )
         raise UsageError(f"{type(model).__name__} is no mp.Module: {remedy}")
     for owner in owners_of(model.parameters()):
         if owner.wrapper:
-            raise UsageError(f"the model has a wrapper already, {owner.wrapper}: use that one, or make a new model")
+            raise UsageError(
+                f"the model has a wrapper already, {owner.wrapper}: use that one, or make a new model"
+            )
     check_trainable(model)
     check_communicator(comm)
     check_algorithm(algorithm)
@@ -50,7 +56,10 @@ def refuse_replicas(replicas: int) -> None:
 
 
 def check_groups(
-    comm: Communicator, groups: Sequence[tuple[Sequence[Parameter], Communicator]], before_reduce: object, replicas: int
+    comm: Communicator,
+    groups: Sequence[tuple[Sequence[Parameter], Communicator]],
+    before_reduce: object,
+    replicas: int,
 ) -> None:
     """Raise unless the gradients of each group can be summed over its ranks, next to those of the other groups.
 
@@ -64,7 +73,9 @@ def check_groups(
     check_one_dtype(every)
     for parameters, ranks in groups:
         if ranks is not comm and replicas > 1:
-            raise UsageError(f"{replicas} replicas of shards: those of experts have none; give 1 replica or ep = 1")
+            raise UsageError(
+                f"{replicas} replicas of shards: those of experts have none; give 1 replica or ep = 1"
+            )
         for p in parameters:
             if p.placement is not None:
                 check_summed(p.placement, ranks is comm, before_reduce)
@@ -95,7 +106,9 @@ def check_context(model: Module, comm: Communicator) -> None:
         for strategy, ranks in module.split_over:
             if strategy == "context_parallel" and not set(ranks) <= set(comm.ranks):
                 why = f"context_parallel has shared each sample's tokens among ranks {list(ranks)}"
-                raise UsageError(f"a wrapper over ranks {comm.ranks}: {why}; wrap it over mesh.dp_cp, which has all")
+                raise UsageError(
+                    f"a wrapper over ranks {comm.ranks}: {why}; wrap it over mesh.dp_cp, which has all"
+                )
 
 
 def check_trainable(model: Module) -> None:
@@ -112,7 +125,9 @@ def check_communicator(comm: Any) -> None:
     if hasattr(comm, "dp_cp"):
         raise UsageError(f"a {kind} is no Communicator: give one of its axes, such as mesh.dp")
     if not hasattr(comm, "ranks"):
-        raise UsageError(f"{kind} is no Communicator: give world, as main(world) gets it, or an axis such as mesh.dp")
+        raise UsageError(
+            f"{kind} is no Communicator: give world, as main(world) gets it, or an axis such as mesh.dp"
+        )
 
 
 def check_row_input(shape: tuple[int, ...], rows: int, tp: int) -> None:
@@ -127,7 +142,9 @@ def refuse_late_state(wrapper: object, state: object) -> NoReturn:
 
     This is the `load_state_dict` of every wrapper.
     """
-    raise UsageError("load the state before wrapping: model.load_state_dict(state), then mp.shard(model, ...)")
+    raise UsageError(
+        "load the state before wrapping: model.load_state_dict(state), then mp.shard(model, ...)"
+    )
 
 
 def checksum(*arrays: Array) -> int:
@@ -169,7 +186,9 @@ def check_alike(comm: Communicator, arrays: Iterable[tuple[str, Array]], what: s
             continue
         pairs = zip(theirs, everyone[0], strict=False)
         name = next((one[0] for one, other in pairs if one != other), "their number")
-        raise UsageError(f"{what}: {name} of rank {comm.ranks[rank]} is not that of rank {comm.ranks[0]}; {remedy}")
+        raise UsageError(
+            f"{what}: {name} of rank {comm.ranks[rank]} is not that of rank {comm.ranks[0]}; {remedy}"
+        )
 
 
 def check_same_start(comm: Communicator, model: Module) -> None:

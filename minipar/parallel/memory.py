@@ -73,7 +73,9 @@ def elements_held(psi: int, own: Count, stage: int, accumulating: bool = False) 
     return parameters, own + psi if accumulating else own, optimizer
 
 
-def model_state(psi: int, own: Count, stage: int, precision: Precision, accumulating: bool = False) -> ModelState:
+def model_state(
+    psi: int, own: Count, stage: int, precision: Precision, accumulating: bool = False
+) -> ModelState:
     """Compute the bytes on a rank: the paper's with own = Fraction(psi, d), or a run's.
 
     A run's psi and own are those of `elements_placed`.

@@ -23,7 +23,9 @@ class Chunk:
         self.data = data
         self.gradient = gradient  # the step's first sum over the ranks; then all of them added up
         self.shards: list[Parameter] = []
-        self.later_sums: list[Array] = []  # the other sums of the step, which `accept_sums` adds to `gradient`
+        self.later_sums: list[
+            Array
+        ] = []  # the other sums of the step, which `accept_sums` adds to `gradient`
         start = 0
         for p in bucket.parameters:
             elements = bucket_slice(p).own  # the elements of p that lie in this chunk

@@ -56,7 +56,9 @@ def check_expert_ranks(model: Module, comm: Communicator, experts: Communicator,
         why = "each rank of tp routes its own tokens, which it has with sequence parallelism"
         raise UsageError(f"{sizes}: {why}; give sequence=True (--sequence-parallel)")
     if "expert_parallel" in dict(model.split_over):
-        raise UsageError(f"{sizes}: expert_parallel comes after tensor_parallel, which says where experts are")
+        raise UsageError(
+            f"{sizes}: expert_parallel comes after tensor_parallel, which says where experts are"
+        )
 
 
 class ExpertGuard(Owner):
@@ -69,7 +71,9 @@ class ExpertGuard(Owner):
         """Raise UsageError if nobody has been told over which ranks the experts' gradients are summed."""
         if "expert_parallel" not in dict(self.model.split_over):
             remedy = "call mp.expert_parallel(model, mesh.ep, mesh.edp), and give its groups to mp.shard"
-            raise UsageError(f"the ranks of tp hold experts whose gradients nobody sums over their ranks: {remedy}")
+            raise UsageError(
+                f"the ranks of tp hold experts whose gradients nobody sums over their ranks: {remedy}"
+            )
 
     def check_sum(self, group: Communicator) -> None:
         """Raise UsageError if nobody has been told over which ranks the experts' gradients are summed."""

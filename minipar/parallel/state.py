@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
@@ -57,7 +56,7 @@ class Piece:
         """Return the piece of an entry that `to_json` has made."""
         cut = entry["cut"]
         if cut is not None:
-            cut = Cut(cut["dim"], cut["groups"], cut["rank"], cut["ranks"])
+            cut = Cut(**cut)
         return Piece(entry["name"], entry["start"], entry["stop"], cut)
 
 
@@ -96,7 +95,7 @@ def local_part(placement: TensorPlacement, whole: Array, elements: range) -> Arr
     return part.reshape(-1)[elements.start : elements.stop]
 
 
-def join(shape: tuple[int, ...], dtype: DTypeLike, pieces: Iterable[tuple[Piece, Array]]) -> Array:
+def join(shape: tuple[int, ...], pieces: Iterable[tuple[Piece, Array]]) -> Array:
     """Put a serial array of `shape` together from all its pieces and the elements of each."""
     parts: dict[int, np.ndarray] = {}  # by tensor-parallel rank
     shard: Shard | None = None
@@ -106,7 +105,7 @@ def join(shape: tuple[int, ...], dtype: DTypeLike, pieces: Iterable[tuple[Piece,
             shard = piece.cut.shard(shape)
             rank, local_shape = shard.rank, shard.local_shape(shape)
         if rank not in parts:
-            parts[rank] = np.empty(local_shape, dtype)
+            parts[rank] = np.empty(local_shape, elements.dtype)
         parts[rank].reshape(-1)[piece.start : piece.stop] = elements
     if shard is None:
         return parts[0]
@@ -128,7 +127,10 @@ def gather_state(
         values = [p.data for p in parameters]
     arrays = [to_host(values[i].reshape(-1)[elements]) for i, _, elements in own]
     dtype = str(arrays[0].dtype) if arrays else ""
-    header = {"dtype": dtype, "pieces": [[piece.to_json(), placement_of(parameters[i]).shape] for i, piece, _ in own]}
+    header = {
+        "dtype": dtype,
+        "pieces": [[piece.to_json(), placement_of(parameters[i]).shape] for i, piece, _ in own],
+    }
     headers = comm.gather_bytes(json.dumps(header).encode())
     if headers is None:
         if arrays:
@@ -148,11 +150,7 @@ def gather_state(
     # The serial model's order; names that this rank's model does not have come last.
     own_names = [placement_of(p).name for p in model.parameters() if p.placement is not None]
     names = dict.fromkeys(name for name in [*own_names, *pieces] if name in pieces)
-    state = {}
-    for name in names:
-        parts = pieces[name]
-        state[name] = as_host(join(shapes[name], parts[0][1].dtype, parts))
-    return state
+    return {name: as_host(join(shapes[name], pieces[name])) for name in names}
 
 
 def receive(comm: Communicator, rank: int, pieces: Sequence[Piece], dtype: str) -> list[np.ndarray]:

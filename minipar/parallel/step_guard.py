@@ -76,7 +76,9 @@ class Guard(Owner):
         self.losses = 0
         self.batch_is_compared = False
         self.step_is_compared = False  # the next loss need not compare what the steps have left
-        self.optimizers: dict[Parameter, weakref.ref[Updating]] = {}  # the last one that has updated each parameter
+        self.optimizers: dict[
+            Parameter, weakref.ref[Updating]
+        ] = {}  # the last one that has updated each parameter
         self.updated: set[Parameter] = set()  # since gradients were summed, an optimizer has updated these
         for p in dict.fromkeys((*held, *given)):
             p.owners.append(self)
@@ -101,7 +103,9 @@ class Guard(Owner):
                 check_start(comm, [bucket.checksum() for bucket in buckets])
         elif not self.step_is_compared:
             optimizers = self.living_optimizers()
-            check_settings(self.strategy.comm, optimizers)  # every rank sends, whether it has made a step or not
+            check_settings(
+                self.strategy.comm, optimizers
+            )  # every rank sends, whether it has made a step or not
             if optimizers:
                 self.step_is_compared = True
                 self.check_divergence()
@@ -250,7 +254,9 @@ class Guard(Owner):
         """Raise ValueError if tensor or pipeline parallelism has placed the model too."""
         placements = [placement_of(p) for p in self.strategy.model.parameters()]
         if any(placement.tp.ranks > 1 or placement.pp > 0 for placement in placements):
-            raise ValueError(f"tensor or pipeline parallelism has placed this model too: call minipar.{function}")
+            raise ValueError(
+                f"tensor or pipeline parallelism has placed this model too: call minipar.{function}"
+            )
 
 
 def by_ranks(held: Iterable[tuple[Communicator, Sequence[Array]]]) -> list[tuple[Communicator, list[Array]]]:
@@ -263,10 +269,14 @@ def by_ranks(held: Iterable[tuple[Communicator, Sequence[Array]]]) -> list[tuple
 
 def check_settings(comm: Communicator, optimizers: Sequence[Updating]) -> None:
     """Raise ValueError, on every rank, if the ranks' optimizers have other learning rates or numbers of steps."""
-    settings: list[tuple[str, Array]] = [("the number of steps", np.array([each.steps for each in optimizers]))]
+    settings: list[tuple[str, Array]] = [
+        ("the number of steps", np.array([each.steps for each in optimizers]))
+    ]
     for optimizer in optimizers:
         settings.append(("the learning rate", np.array(float(optimizer.lr))))
-    remedy = "every rank must do the same in every step: give the optimizers of all ranks one lr, and one schedule"
+    remedy = (
+        "every rank must do the same in every step: give the optimizers of all ranks one lr, and one schedule"
+    )
     check_alike(comm, settings, "the ranks' optimizers have parted", remedy)
 
 

@@ -175,7 +175,9 @@ class ContextParallel:
         """Return the ids of `packed`, None outside of it. UsageError if the order asks for them there."""
         ids = packed_ids(length, samples)
         if ids is None and self.order == "documents":
-            raise UsageError("the order 'documents' of tokens is for work inside `with packed(position_ids):`")
+            raise UsageError(
+                "the order 'documents' of tokens is for work inside `with packed(position_ids):`"
+            )
         return ids
 
     def source(self, step: int) -> int:

@@ -100,7 +100,8 @@ def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
     replica = coordinates["dp"] * layout.cp + coordinates["cp"]
     return {
         "dp": dp_bytes(layout, replica, coordinates["pp"], coordinates["tp"]),
-        "cp": cp_bytes(layout, coordinates["pp"]) + load_bytes(layout, layout.cp, coordinates["cp"], coordinates["pp"]),
+        "cp": cp_bytes(layout, coordinates["pp"])
+        + load_bytes(layout, layout.cp, coordinates["cp"], coordinates["pp"]),
         "tp": tp_bytes(layout, coordinates["tp"], coordinates["pp"]),
         "pp": pp_bytes(layout, coordinates["pp"]),
     }

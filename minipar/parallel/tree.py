@@ -100,7 +100,9 @@ def multiply_as_tree(a: Array, b: Array, leaves: int, groups: int = 1) -> Array:
 class _ColumnLeaves(Function):
     """The node of `column_linear`."""
 
-    def forward(self, x: Array, weight: Array, bias: Array | None, transposed: bool, leaves: int, groups: int) -> Array:
+    def forward(
+        self, x: Array, weight: Array, bias: Array | None, transposed: bool, leaves: int, groups: int
+    ) -> Array:
         self.transposed = transposed
         self.leaves = leaves
         self.groups = groups

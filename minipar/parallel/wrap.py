@@ -14,7 +14,9 @@ from minipar.parallel.groups import Group, by_unit, groups_over
 from minipar.parallel.guards import check_wrapping, refuse_replicas
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
-DataParallel: TypeAlias = DistributedDataParallel | ZeroStage1 | FullyShardedDataParallel  # ZeroStage2 is a ZeroStage1
+DataParallel: TypeAlias = (
+    DistributedDataParallel | ZeroStage1 | FullyShardedDataParallel
+)  # ZeroStage2 is a ZeroStage1
 
 
 def shard(

@@ -43,7 +43,8 @@ class ZeroStage1:
     `replicas` = q, d/q neighbours hold a replica of the shards (hybrid.py), and d/q stands for d.
     """
 
-    accumulates_sums = False  # the guard refuses a second pass with a sum: it would sum the first pass's sum again
+    # The guard refuses a second pass with a sum: it would sum the first pass's sum again.
+    accumulates_sums = False
 
     def __init__(
         self, model: Module, comm: Communicator, algorithm: str = "ring", *,
@@ -109,7 +110,9 @@ class ZeroStage1:
         if self.before_reduce is not None:
             self.before_reduce(bucket.parameters)
         out = self.chunks[bucket].room_for_sum()
-        self.works.append(bucket.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True))
+        self.works.append(
+            bucket.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True)
+        )
 
     def after_backward(self) -> None:
         """Finish the sum, unless inside `no_sync`. Each loss of a pass queues this; later calls find no gradients."""
@@ -203,6 +206,8 @@ class ZeroStage2(ZeroStage1):
 
     def reduce(self, bucket: Bucket) -> None:
         """Start the sum as stage 1 does. Then the message alone refers to the whole gradient."""
-        allocate_gradient(bucket, self.works, self.hooks.enabled)  # if no segment has: the loss may not use it
+        allocate_gradient(
+            bucket, self.works, self.hooks.enabled
+        )  # if no segment has: the loss may not use it
         super().reduce(bucket)
         bucket.drop_gradient()

@@ -40,9 +40,8 @@ class Gpu:
     inside: float
     between: float
     products: float = 0.75  # fraction of the peak that large products reach
-    attention: float = (
-        0.61  # fraction of the peak that flash attention reaches, all pairs of tokens counted
-    )
+    # Fraction of the peak that flash attention reaches, all pairs of tokens counted.
+    attention: float = 0.61
 
 
 # Vendors' data sheets: V100 SXM2 32 GB (125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways), A100 SXM

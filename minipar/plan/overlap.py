@@ -5,9 +5,8 @@ waits for.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FULL_GRADIENTS = (
-    2  # from ZeRO stage 2 on: those of the unit that computes, and those that are being reduced
-)
+# From ZeRO stage 2 on: those of the unit that computes, and those that are being reduced.
+FULL_GRADIENTS = 2
 
 
 @dataclass(frozen=True)

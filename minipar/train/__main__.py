@@ -127,7 +127,9 @@ def opening(trainer: Trainer) -> str:
     args = trainer.args
     sizes = f"{args.layers} layers, hidden {args.hidden}, {args.heads} heads, {args.dtype}"
     model = f"{args.shape.model_type} with {sum(trainer.sizes.values()):,} parameters ({sizes})"
-    mesh = f"dp {args.dp}, tp {args.tp}, pp {args.pp}, cp {args.cp}, ep {args.ep}, ZeRO stage {args.zero_stage}"
+    mesh = (
+        f"dp {args.dp}, tp {args.tp}, pp {args.pp}, cp {args.cp}, ep {args.ep}, ZeRO stage {args.zero_stage}"
+    )
     batch = f"global batch {args.global_batch} x {args.seq_len} tokens, microbatches per replica: {args.microbatches}"
     return (
         f"minipar: {model} on {len(trainer.batches.tokens.ids):,} tokens of {printable(trainer.batches.tokens.name)}\n"

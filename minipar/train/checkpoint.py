@@ -31,7 +31,11 @@ def states_of(trainer: Trainer) -> dict[str, dict[str, Array]]:
     """Return this rank's part of all that a step changes, by kind and by the parameter's name: no copies."""
     optimizer = trainer.optimizer
     names = [placement_of(p).name for p in optimizer.parameters]
-    kinds = {"parameter": optimizer.values(), "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+    kinds = {
+        "parameter": optimizer.values(),
+        "exp_avg": optimizer.exp_avg,
+        "exp_avg_sq": optimizer.exp_avg_sq,
+    }
     return {kind: dict(zip(names, values, strict=True)) for kind, values in kinds.items()}
 
 
@@ -61,14 +65,16 @@ def save(trainer: Trainer, directory: str, step: int) -> None:
             "flags": vars(trainer.args),
             "extra": trainer.extra,
         }
-        (partial / "run.json").write_text(json.dumps(run, indent=1, default=str))
+        (partial / "run.json").write_text(json.dumps(run, default=str))
         partial.rename(whole)
 
 
 def check_finite(name: str, values: np.ndarray) -> None:
     """Raise UsageError if the last update made a value infinite or NaN, which no step's loss has shown yet."""
     if not np.isfinite(values).all():
-        raise UsageError(f"training has diverged, and is not saved: {name} is not finite after the last update")
+        raise UsageError(
+            f"training has diverged, and is not saved: {name} is not finite after the last update"
+        )
 
 
 def gather_array(trainer: Trainer, name: str, values: dict[str, Array]) -> np.ndarray | None:
@@ -90,7 +96,9 @@ def refuse_later(directory: str, step: int) -> None:
     """Raise UsageError if a directory has a checkpoint of a later step, which a resumed run would take."""
     for path in checkpoints(Path(directory)):
         if path.name > f"step-{step:08d}":
-            raise UsageError(f"--save {directory} holds {path.name}, but the run starts after {step}: --resume it")
+            raise UsageError(
+                f"--save {directory} holds {path.name}, but the run starts after {step}: --resume it"
+            )
 
 
 def newest(directory: str) -> Path:
@@ -119,7 +127,9 @@ def resume(trainer: Trainer, directory: str) -> None:
     """
     run = read_run(directory)
     if run["text"] != trainer.batches.tokens.fingerprint():
-        raise UsageError(f"--resume {directory}: its text was not {trainer.batches.tokens.name}; give its --data")
+        raise UsageError(
+            f"--resume {directory}: its text was not {trainer.batches.tokens.name}; give its --data"
+        )
     for kind, values in states_of(trainer).items():
         for p in trainer.optimizer.parameters:
             placement = placement_of(p)

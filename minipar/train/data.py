@@ -14,7 +14,16 @@ from minipar.nn.layers import generator
 
 LIBRARY_BYTES = 8 * 2**20  # a short training sees no more source text
 # Tests and tables are not what people mean by the library's source; the rest is not the library.
-EXCLUDED = {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
+EXCLUDED = {
+    "__pycache__",
+    "dist-packages",
+    "encodings",
+    "idle_test",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+}
 SAMPLES = 64  # an evaluation has at most as many
 
 
@@ -36,7 +45,9 @@ class Tokens:
         """
         kept = min(SAMPLES * length + 1, len(self.ids) // 10)
         if kept < length + 1:
-            raise UsageError(f"--eval-every: a tenth of {self.name} is less than seq-len + 1 = {length + 1} tokens")
+            raise UsageError(
+                f"--eval-every: a tenth of {self.name} is less than seq-len + 1 = {length + 1} tokens"
+            )
         starts = np.arange(0, kept - length, length)
         samples = self.ids[-kept:][starts[:, None] + np.arange(length + 1)]
         return Tokens(self.ids[:-kept], self.name), samples.astype(np.int64)

@@ -205,17 +205,25 @@ def shape_of(args: Namespace) -> TransformerConfig:
 def check(args: Namespace) -> None:
     """Raise UsageError for flags that contradict one another. The strategies refuse what they cannot share out."""
     rounds = args.dp * args.microbatches
-    check_divides("global-batch/(dp*microbatches)", args.global_batch, rounds, "a microbatch has whole samples")
+    check_divides(
+        "global-batch/(dp*microbatches)", args.global_batch, rounds, "a microbatch has whole samples"
+    )
     if args.sequence_parallel:
-        check_divides("tokens/tp", args.seq_len // args.cp, args.tp, "--sequence-parallel splits seq-len/cp evenly")
+        check_divides(
+            "tokens/tp", args.seq_len // args.cp, args.tp, "--sequence-parallel splits seq-len/cp evenly"
+        )
     if args.sync_every_microbatch and (args.zero_stage < 2 or args.pp > 1):
-        raise UsageError(f"--sync-every-microbatch needs --zero-stage 2 or 3, not {args.zero_stage}, and no pipeline")
+        raise UsageError(
+            f"--sync-every-microbatch needs --zero-stage 2 or 3, not {args.zero_stage}, and no pipeline"
+        )
     if args.dropout and args.tp * args.cp > 1:
         raise UsageError(f"--dropout {args.dropout} needs tp = cp = 1, not {args.tp} and {args.cp}")
     if args.save_every and not args.save:
         raise UsageError(f"--save-every {args.save_every} writes nothing without --save DIR")
     if args.verify and args.dtype != "float64" and not is_exact(args):
-        raise UsageError(f"--verify proves nothing in {args.dtype}, where ranks round otherwise: give --dtype float64")
+        raise UsageError(
+            f"--verify proves nothing in {args.dtype}, where ranks round otherwise: give --dtype float64"
+        )
 
 
 def is_exact(args: Namespace) -> bool:

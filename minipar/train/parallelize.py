@@ -1,4 +1,4 @@
-"""Where the strategies meet: this page applies each of them to the serial model, one axis of the mesh after the other.
+"""This page applies each strategy to the serial model, one axis of the mesh after the other: here they meet.
 
 NB: torchtitan has such a function for each kind of model, for example `parallelize_llama`.
 """
@@ -19,7 +19,9 @@ from minipar.parallel.token_order import ContextParallel
 from minipar.parallel.tree import leaf_count
 from minipar.parallel.wrap import DataParallel, shard
 
-Strategies = tuple[DataParallel, ContextParallel, TensorParallel | None, PipelineParallel | None, PipelineExecutor]
+Strategies = tuple[
+    DataParallel, ContextParallel, TensorParallel | None, PipelineParallel | None, PipelineExecutor
+]
 
 
 def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Strategies:

@@ -15,7 +15,11 @@ from minipar.nn.llama import LlamaConfig
 from minipar.nn.moe import MixtralConfig
 from minipar.nn.transformer import LanguageModel, TransformerConfig
 
-CONFIGS: dict[str, type[GPTConfig | LlamaConfig]] = {"gpt2": GPTConfig, "llama": LlamaConfig, "mixtral": MixtralConfig}
+CONFIGS: dict[str, type[GPTConfig | LlamaConfig]] = {
+    "gpt2": GPTConfig,
+    "llama": LlamaConfig,
+    "mixtral": MixtralConfig,
+}
 # With other values of these settings the model would be another function than the one here.
 REQUIRED: dict[str, object] = {
     "activation_function": "gelu_new",
@@ -78,10 +82,16 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     # Each name in a file of GPT2LMHeadModel begins so; in one of GPT2Model none does.
-    return {key.removeprefix("transformer."): tensor for key, tensor in tensors.items() if not key.endswith(BUFFERS)}
+    return {
+        key.removeprefix("transformer."): tensor
+        for key, tensor in tensors.items()
+        if not key.endswith(BUFFERS)
+    }
 
 
-def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str, np.ndarray] | None = None) -> None:
+def save_pretrained(
+    model: LanguageModel, directory: str | Path, state: dict[str, np.ndarray] | None = None
+) -> None:
     """Write config.json and model.safetensors so that transformers' `from_pretrained` loads them.
 
     `state` has the parameters if the model itself does not hold them all, as in ZeRO stage 3.

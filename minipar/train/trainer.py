@@ -115,7 +115,11 @@ class Trainer:
         """Take the optimizer's step, with the learning rate of this step."""
         args = self.args
         self.optimizer.lr = learning_rate(
-            step, lr=args.lr, schedule=args.lr_schedule, warmup_steps=args.warmup_steps, total_steps=args.steps
+            step,
+            lr=args.lr,
+            schedule=args.lr_schedule,
+            warmup_steps=args.warmup_steps,
+            total_steps=args.steps,
         )
         self.optimizer.step()
         wait_for_device()
@@ -179,7 +183,11 @@ class Trainer:
 
     def after_action(self, action: Any) -> None:
         """Wait for the sums of a microbatch's gradients, with `--sync-every-microbatch`."""
-        if self.args.sync_every_microbatch and action.kind == "B" and action.microbatch < self.args.microbatches - 1:
+        if (
+            self.args.sync_every_microbatch
+            and action.kind == "B"
+            and action.microbatch < self.args.microbatches - 1
+        ):
             self.ddp.synchronize()
 
     def samples(self, replica: int, microbatch: int) -> range:
@@ -206,13 +214,17 @@ class Trainer:
     def send_tied_weight(self) -> None:
         """Send the token embedding to the pipeline's last stage, whose head it is too."""
         if self.pipeline is not None:
-            self.pipeline.send_tied_weight(self.ddp.gather_parameter)  # which collects the whole weight under ZeRO
+            self.pipeline.send_tied_weight(
+                self.ddp.gather_parameter
+            )  # which collects the whole weight under ZeRO
 
     def state_dict(self, gradients: bool = False) -> dict[str, np.ndarray]:
         """Collect the serial model's parameters (or gradients) by name, as host arrays, on rank 0; {} elsewhere."""
         values = [p.grad for p in self.optimizer.parameters] if gradients else self.optimizer.values()
         state = gather_state(self.model, self.optimizer.parameters, self.mesh.world, values)
-        return {name: state[name] for name in self.sizes if name in state}  # rank 0 lists its own experts first
+        return {
+            name: state[name] for name in self.sizes if name in state
+        }  # rank 0 lists its own experts first
 
     def take_state(self, run: Mapping[str, Any]) -> None:
         """Continue after a checkpoint: `run` is its run.json, and the optimizer's arrays have been read."""

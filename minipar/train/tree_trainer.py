@@ -29,7 +29,9 @@ def check_tree(args: Namespace) -> None:
     for name in ("dp", "tp", "microbatches"):
         size = getattr(args, name)
         if not is_power_of_two(size):
-            raise UsageError(f"--reduction tree with {name} = {size}: pairs are added, so it is a power of two")
+            raise UsageError(
+                f"--reduction tree with {name} = {size}: pairs are added, so it is a power of two"
+            )
     leaves = leaf_count(args.shape, args.seq_len)
     if args.tp > leaves:
         common = "the power of two in heads, heads of keys, ffn, vocab-size and seq-len"

@@ -5,9 +5,9 @@ import operator
 
 import numpy as np
 import pytest
+from transports import hierarchical_all_reduce
 
 from minipar.comm import ModelClock, Network, chunk_bounds, messages, run_local, wire_bytes
-from minipar.comm.communicator import hierarchical_all_reduce
 from minipar.errors import CommunicationError, UsageError
 
 GRIDS = [(1, 4), (2, 2), (2, 4), (3, 2), (4, 1)]  # hosts, ranks per host

@@ -4,10 +4,9 @@ import itertools
 
 import numpy as np
 from mpi4py import MPI
-from transports import OURS, Late, collective
+from transports import OURS, Late, collective, hierarchical_all_reduce
 
 from minipar.comm import ALGORITHMS, Communicator, DeviceMesh, chunk_bounds, messages, wire_bytes
-from minipar.comm.communicator import hierarchical_all_reduce
 
 WORLD = MPI.COMM_WORLD
 DTYPES = ("float16", "float32", "float64", "int64", "uint8")

@@ -367,3 +367,10 @@ def run_in_turns(ranks: int, fn: Callable[..., Any], seed: int, *args: Any) -> t
         return result
 
     return run_local(ranks, rank), schedule.order
+
+
+def hierarchical_all_reduce(x, inside, across, algorithm="ring"):
+    """Replace x by the sum over the ranks of both `levels`, each group's s ranks first, then the q groups."""
+    chunk = inside.reduce_scatter(x, algorithm=algorithm)
+    across.all_reduce(chunk, algorithm=algorithm)
+    return inside.all_gather(chunk, out=x, algorithm="pairwise")

@@ -73,7 +73,7 @@ def test_a_hierarchical_all_reduce_sends_less_over_the_cable(tmp_path, hierarchi
     script = f"""
 import numpy as np
 from minipar.comm import world
-from minipar.comm.communicator import hierarchical_all_reduce
+from transports import hierarchical_all_reduce
 comm, x = world(), np.ones(2**20)
 inside, across = comm.levels(2)
 if {hierarchical}:

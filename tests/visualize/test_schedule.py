@@ -10,12 +10,12 @@ from matplotlib.colors import to_hex
 from picture_cases import timeline
 
 from minipar.parallel.pipeline.actions import peak_live
-from minipar.parallel.pipeline.schedule_file import load_csv
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize import gallery, live_activations, plot_schedule, plot_schedules
 from visualize.__main__ import main
 from visualize.boxes import chunks, palette
 from visualize.schedule import NAMES
+from visualize.schedule_file import load_csv
 from visualize.style import lightness
 
 

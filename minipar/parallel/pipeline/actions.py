@@ -318,7 +318,9 @@ def simulate(schedule: Schedule, durations: Durations = Durations()) -> Timeline
     return Timeline(schedule, tuple(tuple(row) for row in slots), durations.comm)
 
 
-def peak_live(actions: Sequence[Action], made_by: Sequence[str] = ("F",), freed_by: Sequence[str] = ("B", "I")) -> int:
+def peak_live(
+    actions: Sequence[Action], made_by: Sequence[str] = ("F",), freed_by: Sequence[str] = ("B", "I")
+) -> int:
     """Return the most activations alive at once in one rank's list.
 
     An activation is alive from the start of F to the end of B or I.

@@ -88,7 +88,13 @@ def kv_copies(kv_heads: int, ranks: int) -> int:
 
 
 def tensor_placement(
-    name: str, shape: Sequence[int], kv_heads: int, rank: int, ranks: int, sequence: bool, etp: int | None = None
+    name: str,
+    shape: Sequence[int],
+    kv_heads: int,
+    rank: int,
+    ranks: int,
+    sequence: bool,
+    etp: int | None = None,
 ) -> TensorPlacement:
     """Return what tensor parallelism does to the serial model's parameter of this name and shape.
 
@@ -108,7 +114,9 @@ def tensor_placement(
                 rank = rank % etp
                 ranks = etp
             copies = kv_copies(kv_heads, ranks) if split.of_kv_heads else 1
-            return Shard(rank // copies, ranks // copies, dim, shape[dim], split.groups, copies, rank % copies)
+            return Shard(
+                rank // copies, ranks // copies, dim, shape[dim], split.groups, copies, rank % copies
+            )
     if sequence or layer == ROUTER:
         return Partial(rank, ranks)
     return Replicate(rank, ranks)
@@ -178,7 +186,9 @@ def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None, et
     reason = "each tensor-parallel rank has whole"
     check_divides("heads/tp", model.n_head, tp, f"{reason} heads")
     if tp > model.n_kv_head:
-        check_divides("tp/kv-heads", tp, model.n_kv_head, "as many tensor-parallel ranks copy each head of k and v")
+        check_divides(
+            "tp/kv-heads", tp, model.n_kv_head, "as many tensor-parallel ranks copy each head of k and v"
+        )
     else:
         check_divides("kv-heads/tp", model.n_kv_head, tp, f"{reason} heads of k and v, or copies of one")
     if etp is None:

@@ -32,7 +32,9 @@ class ColumnParallelLinear(ColumnLinear):
     ) -> None:
         group = TensorGroup(comm)
         check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * group.size, EQUAL)
-        layer = Linear(n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std)
+        layer = Linear(
+            n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std
+        )
         shard_parameter(layer.weight, group.shard(0 if layer.transposed else 1, n_out, groups))
         if layer.bias is not None:
             shard_parameter(layer.bias, group.shard(0, n_out, groups))
@@ -61,7 +63,9 @@ class RowParallelLinear(RowLinear):
     ) -> None:
         group = TensorGroup(comm)
         check_divides(f"{name}: n_in/tp", n_in, group.size, EQUAL)
-        layer = Linear(n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std)
+        layer = Linear(
+            n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std
+        )
         shard_parameter(layer.weight, group.shard(1 if layer.transposed else 0, n_in))
         super().__init__(layer, Border(group))
 

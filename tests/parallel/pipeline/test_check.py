@@ -12,8 +12,8 @@ from schedule_cases import random_schedule, schedule, shuffle_messages
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import simulate
 from minipar.parallel.pipeline.check import check, lower
-from minipar.parallel.pipeline.schedule_file import load_csv, save_csv
 from minipar.parallel.pipeline.schedules import make
+from visualize.schedule_file import load_csv, save_csv
 
 SOME = [
     *[(name, p, m, None) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zbv")

@@ -13,9 +13,9 @@ from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.parallel.pipeline.actions import Action, Schedule, simulate
 from minipar.parallel.pipeline.check import check, lower
-from minipar.parallel.pipeline.schedule_file import load_csv, save_csv
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import PipelineExecutor
+from visualize.schedule_file import load_csv, save_csv
 
 
 # Fewer microbatches than ranks, more, as many, not a multiple; as many layers as stages, a few more, many more.

@@ -25,9 +25,9 @@ from chapters.support.schedule_lists import library_lists, longest_path, timed
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import COMPUTE, MESSAGES, Durations, simulate
 from minipar.parallel.pipeline.check import check, lower
-from minipar.parallel.pipeline.schedule_file import load_csv, save_csv
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize.schedule import live_activations
+from visualize.schedule_file import load_csv, save_csv
 
 NODE = shutil.which("node")
 SETTINGS = int(os.environ.get("MINIPAR_EXPLORER_SETTINGS", "100"))
