@@ -81,6 +81,6 @@ def test_a_record_needs_a_new_directory(tmp_path):
     flags = f"{MODEL} --record {new} --data {text} --verify --dtype float64".replace("--steps 3", "--steps 1")
     first, second = (run_mpi(2, ["-m", "minipar.train", *flags.split()]) for _ in range(2))
     assert first.returncode == 0, first.stderr
-    assert second.returncode == 2 and second.stdout == "" and second.stderr.count("\n") == 1
+    assert second.returncode == 2 and second.stdout == "" and second.stderr.count("minipar: error: ") == 1
     assert "--record" in second.stderr and str(new) in second.stderr
     assert sorted(path.name for path in new.iterdir()) == ["run.json", "step-0.npz"]
