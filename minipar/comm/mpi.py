@@ -209,3 +209,4 @@ def abort(code: int) -> NoReturn:
     sys.stderr.flush()
     time.sleep(OUTPUT_SECONDS)
     MPI.COMM_WORLD.Abort(code % 256 or 1)
+    os._exit(code % 256 or 1)  # Abort may return before mpirun has ended this process

@@ -125,4 +125,4 @@ def test_ranks_do_not_wait_for_one_that_never_starts():
     body = "import minipar.comm.launch as module\nmodule.START_SECONDS = 2\n"
     body += "if os.environ['PMI_RANK'] == '2': raise ImportError('x')\nmain(print)"
     result = run_mpi(3, HEADER + body, SECONDS)
-    assert result.returncode != 0 and result.stderr.count("MPI has not started within 2 s") == 2
+    assert result.returncode != 0 and "MPI has not started within 2 s" in result.stderr
