@@ -25,7 +25,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 RANKS ?= 8
 MESH ?= --dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel
 DEMO := --data out/demo.txt $(MESH) --microbatches 4 --layers 2 --hidden 128 --heads 4 --seq-len 64 --global-batch 32 \
-    --lr 3e-3 --clip-grad 1 --dtype float64
+    --lr 2e-3 --clip-grad 1 --dtype float64
 STEPS ?= 200
 WARMUP = $(shell echo $$(( $(STEPS) < 20 ? $(STEPS) : 20 )))
 
