@@ -25,9 +25,8 @@ class Bucket:
         self.holders = group.comm  # the ranks that hold these parameters
         self.comm = comm  # their collectives, perhaps in another dtype or in two steps (hybrid.py)
         self.size = sum(p.size for p in self.parameters)
-        self.own = slice(
-            *chunk_bounds(self.size, comm.size)[comm.rank]
-        )  # ZeRO's: the chunk that this rank owns
+        # ZeRO's: the chunk that this rank owns.
+        self.own = slice(*chunk_bounds(self.size, comm.size)[comm.rank])
         self.gradient: Array | None = None  # the flat array that backward writes into, while there is one
         start = 0
         for p in self.parameters:

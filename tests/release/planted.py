@@ -112,8 +112,6 @@ ROWS = [
      "range((p - 1).bit_length()):", "range((p - 1).bit_length() - 1):", "comm/test_collectives.py"),
     ("an ordered sum starts from the rank's own part", "minipar/comm/algorithms.py",
      "total = contributions[0]", "total = contributions[r]", "comm/test_collectives.py"),
-    ("the whole array crosses between hosts", "minipar/comm/communicator.py",
-     "across.all_reduce(chunk,", "across.all_reduce(x,", "comm/test_hierarchical.py"),
     ("the mesh exchanges dp and pp", "minipar/comm/mesh.py",
      '[str, ...] = ("tp", "cp", "dp", "pp")', '[str, ...] = ("tp", "cp", "pp", "dp")', "comm/test_mesh.py"),
     ("a message's transmission counts as waiting", "minipar/comm/trace.py",
