@@ -35,11 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 2 when the input is wrong, with one line."""
     parser = UsageParser(prog="python -m minipar.generate", description=__doc__)
     add = parser.add_argument
-    add("--from", dest="source", metavar="DIR", required=True, help="of --export, or from Hugging Face")
+    add(
+        "--from",
+        dest="source",
+        metavar="DIR",
+        required=True,
+        help="a directory of --export, or from Hugging Face",
+    )
     add("--prompt", metavar="TEXT", default="\n", help="the text to continue (default: a line break)")
     add("--tokens", type=count, default=200, help="bytes to add (default: 200)")
     add("--temperature", type=float, default=0.0, help="0: always the likeliest byte (default: 0.0)")
-    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--seed", type=int, default=0, help="decides the draws (default: 0)")
     try:
         args = parser.parse_args(argv)
         model = load_pretrained(args.source)

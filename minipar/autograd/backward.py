@@ -126,9 +126,8 @@ def input_gradients(node: Node, grad: Array | None) -> Sequence[AnyGradient]:
 class BackwardPass:
     """A backward pass that is running, together with the passes inside it (recompute)."""
 
-    uses: Counter[Leaf] = field(
-        default_factory=Counter
-    )  # the edges to each leaf that it has not gone through yet
+    # The edges to each leaf that it has not gone through yet.
+    uses: Counter[Leaf] = field(default_factory=Counter)
     callbacks: list[Callable[[], None]] = field(default_factory=list)  # run at its end
 
     def close_use(self, leaf: Leaf, gradient: Array | LazyGradient | None) -> None:
@@ -137,9 +136,8 @@ class BackwardPass:
             leaf.accumulate(gradient)
         self.uses[leaf] -= 1
         if self.uses[leaf] == 0:
-            del self.uses[
-                leaf
-            ]  # or a recomputed block's input would live, with its gradient, until the pass ends
+            # Otherwise a recomputed block's input would live, with its gradient, until the pass ends.
+            del self.uses[leaf]
             for hook in leaf.hooks:
                 hook(leaf)
 

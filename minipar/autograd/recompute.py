@@ -35,11 +35,8 @@ class _Checkpoint(Function):
         for array, need in zip(inputs, needs, strict=False):
             tensors.append(Tensor(array, need))
         documents = setting(position_ids, self.position_ids)
-        with (
-            documents,
-            setting(randomness, self.randomness),
-            setting(grad_enabled, True),
-        ):  # even in `no_grad`
+        # The function runs with gradients even in `no_grad`.
+        with documents, setting(randomness, self.randomness), setting(grad_enabled, True):
             output = function(*tensors)
         output.backward(grad)  # parameters receive their gradients in here
         gradients = [tensor.grad for tensor in tensors]

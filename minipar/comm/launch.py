@@ -55,9 +55,8 @@ def launch(main: Callable[[Communicator], Value], threads: int | None = None) ->
         if leaving.code in (0, None):
             raise
         code = leaving.code if isinstance(leaving.code, int) else 1
-        end_every_rank(
-            comm, code, f"minipar: rank {comm.rank} exits with {leaving.code!r}, and not every rank does", ""
-        )
+        alone = f"minipar: rank {comm.rank} exits with {leaving.code!r}, and not every rank does"
+        end_every_rank(comm, code, alone, "")
 
 
 def main(fn: Callable[[Communicator], object]) -> NoReturn:
@@ -75,9 +74,10 @@ def world() -> Communicator:
     """
     prepare_process()
     count, launcher = started_ranks()
-    # Without it, UCX, MPICH's library for the network, takes another 4.3 MB of shared memory for each
-    # rank, and 8 ranks do not start in the 64 MiB of a Docker container.
-    os.environ.setdefault("UCX_TLS", "^posix")
+    if "PMI_SIZE" in os.environ:
+        # Without it, UCX, MPICH's library for the network, takes another 4.3 MB of shared memory for each
+        # rank, and 8 ranks do not start in the 64 MiB of a Docker container.
+        os.environ.setdefault("UCX_TLS", "^posix")
     try:
         start_mpi()
         from mpi4py import MPI
@@ -138,6 +138,7 @@ def give_up() -> NoReturn:
 
 def end_every_rank(comm: Communicator, code: int, alone: str, together: str) -> NoReturn:
     """End the program. Every rank that fails alone prints a line; if all fail in these seconds, rank 0 prints one."""
+    sys.stdout.flush()  # what the program has printed comes before the line
     comm.engine.unwaited.clear()  # operations that nobody waits for after an error are no mistake of their own
     if comm.size > 1 and not comm.transport.notices.everyone_fails():
         from minipar.comm.mpi import abort
@@ -145,7 +146,6 @@ def end_every_rank(comm: Communicator, code: int, alone: str, together: str) -> 
         print_line(alone)
         abort(code)
     if comm.rank == 0 and together:
-        sys.stdout.flush()
         print_line(together)
     sys.exit(code)
 

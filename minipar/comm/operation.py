@@ -47,9 +47,8 @@ class TagFields(NamedTuple):
 
 def to_tag(operation: Operation, number: int) -> int:
     """Pack what a rank is doing into a tag above USER_TAGS. The first part that is packed takes the highest bits."""
-    elements = (
-        operation.input.size if operation.sends is None else 0
-    )  # with counts, each rank has its own number
+    # With counts, each rank has its own number.
+    elements = operation.input.size if operation.sends is None else 0
     tag = 128 + number % 128  # the leading 1 makes every tag larger than USER_TAGS
     tag = tag * 128 + elements % 128
     tag = tag * 32 + min(operation.input.dtype.num, 31)

@@ -38,9 +38,8 @@ class Finding:
     parameters: int
     step: int | None
     differences: tuple[Difference, ...]
-    ratios: dict[
-        int, dict[str, float | None]
-    ]  # by step and parameter: B's gradient norm / A's; None where equal
+    # By step and parameter: B's gradient norm / A's; None where equal.
+    ratios: dict[int, dict[str, float | None]]
     may_be_rounding: bool  # what comes before is equal, and the differences at most GROWTH times the limit
     skipped: tuple[int, ...] = ()  # by both runs, because gradients were not finite
 

@@ -74,9 +74,8 @@ def measure(name: str, values: np.ndarray) -> np.ndarray:
         for dim, count in enumerate(strips(values.shape)):
             others = tuple(axis for axis in range(values.ndim) if axis != dim)
             starts = [values.shape[dim] * i // count for i in range(count)]
-            sums = np.array(
-                [(values * values).sum(axis=others), products.sum(axis=others)]
-            )  # (2, elements of dim)
+            # (2, elements of dim)
+            sums = np.array([(values * values).sum(axis=others), products.sum(axis=others)])
             measured.append(np.add.reduceat(sums, starts, axis=1))
         squares, projections = np.concatenate(measured, axis=1)
         return scale * np.array([np.sqrt(squares), projections])

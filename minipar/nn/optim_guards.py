@@ -68,9 +68,8 @@ def check_parameters(parameters: Sequence[object]) -> None:
 
 def check_max_norm(max_norm: object) -> None:
     """Raise UsageError unless gradients can be scaled down to this norm: a negative one would turn them around."""
-    if max_norm is not None and not (
-        isinstance(max_norm, Real) and float(max_norm) > 0
-    ):  # a NaN is not larger than 0
+    # A NaN is not larger than 0.
+    if max_norm is not None and not (isinstance(max_norm, Real) and float(max_norm) > 0):
         remedy = "expected a number larger than 0, or None for the norm alone"
         raise UsageError(f"clip_grad_norm: max_norm = {max_norm!r}: {remedy}")
 

@@ -213,9 +213,8 @@ class FullyShardedDataParallel:
         """Run a segment; gather and free its units before and after its forward and its backward."""
         backward_is_next = needs.segment.is_last and grad_enabled.get()
         self.pre_forward(needs, backward_is_next)
-        y = forward(
-            at_backward(x, partial(self.post_backward, needs))
-        )  # backward comes to x after the segment
+        # Backward comes to x after the segment.
+        y = forward(at_backward(x, partial(self.post_backward, needs)))
         if not backward_is_next:
             self.post_forward(needs)
         return at_backward(y, partial(self.pre_backward, needs))  # backward comes to y before the segment
@@ -248,9 +247,8 @@ class FullyShardedDataParallel:
         """Gather the segment's units, if its backward reads them; allocate the gradients that it completes."""
         if needs.segment.reads_in_backward:
             self.gather(needs.reads, needs.next_in_backward)
-            queue_callback(
-                partial(self.post_backward, needs)
-            )  # for an input without a gradient, such as tokens
+            # Backward does not come to an input without a gradient, such as tokens.
+            queue_callback(partial(self.post_backward, needs))
         for unit in needs.completes:
             allocate_gradient(unit, self.works, self.hooks.enabled)
 

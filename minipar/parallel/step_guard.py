@@ -103,9 +103,8 @@ class Guard(Owner):
                 check_start(comm, [bucket.checksum() for bucket in buckets])
         elif not self.step_is_compared:
             optimizers = self.living_optimizers()
-            check_settings(
-                self.strategy.comm, optimizers
-            )  # every rank sends, whether it has made a step or not
+            # Every rank sends, whether it has made a step or not.
+            check_settings(self.strategy.comm, optimizers)
             if optimizers:
                 self.step_is_compared = True
                 self.check_divergence()

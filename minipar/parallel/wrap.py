@@ -14,9 +14,8 @@ from minipar.parallel.groups import Group, by_unit, groups_over
 from minipar.parallel.guards import check_wrapping, refuse_replicas
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
-DataParallel: TypeAlias = (
-    DistributedDataParallel | ZeroStage1 | FullyShardedDataParallel
-)  # ZeroStage2 is a ZeroStage1
+# A ZeroStage2 is a ZeroStage1.
+DataParallel: TypeAlias = DistributedDataParallel | ZeroStage1 | FullyShardedDataParallel
 
 
 def shard(
@@ -53,19 +52,9 @@ def shard(
             gradient_dtype=gradient_dtype,
             reduce_dtype=reduce_dtype,
         )
-    if stage == 1:
-        return ZeroStage1(
-            model,
-            comm,
-            algorithm,
-            groups=groups,
-            replicas=replicas,
-            before_reduce=before_reduce,
-            gradient_dtype=gradient_dtype,
-            reduce_dtype=reduce_dtype,
-        )
-    if stage == 2:
-        return ZeroStage2(
+    if stage in (1, 2):
+        kind = ZeroStage1 if stage == 1 else ZeroStage2
+        return kind(
             model,
             comm,
             algorithm,

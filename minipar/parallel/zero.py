@@ -206,8 +206,7 @@ class ZeroStage2(ZeroStage1):
 
     def reduce(self, bucket: Bucket) -> None:
         """Start the sum as stage 1 does. Then the message alone refers to the whole gradient."""
-        allocate_gradient(
-            bucket, self.works, self.hooks.enabled
-        )  # if no segment has: the loss may not use it
+        # No segment has done so if the loss does not use the bucket.
+        allocate_gradient(bucket, self.works, self.hooks.enabled)
         super().reduce(bucket)
         bucket.drop_gradient()

@@ -65,6 +65,7 @@ def save(trainer: Trainer, directory: str, step: int) -> None:
             "flags": vars(trainer.args),
             "extra": trainer.extra,
         }
+        # `default` writes the model's shape, which nobody reads again, as text.
         (partial / "run.json").write_text(json.dumps(run, default=str))
         partial.rename(whole)
 

@@ -91,7 +91,7 @@ def make_parser(prints: bool) -> UsageParser:
     add("--recompute", default="none", choices=("none", "full"),
         help="run layers' forward again in backward [none]")
     add("--dropout", type=float, default=0.0,
-        help="of gpt2, without tp and cp [0]")
+        help="probability of gpt2, without tp and cp [0]")
     add = parser.add_argument_group("data").add_argument
     add("--data",
         help="a text, whose bytes are tokens, or nanoGPT's .bin [Python's library]")
@@ -113,16 +113,16 @@ def make_parser(prints: bool) -> UsageParser:
     add("--warmup-steps", type=int, default=0,
         help="steps of a linear rise [0]")
     add("--betas", type=float, nargs=2, default=[0.9, 0.999],
-        help="of the two means [0.9 0.999]")
+        help="decay of the two means [0.9 0.999]")
     add("--weight-decay", type=float, default=0.01,
-        help="of matrices [0.01]")
+        help="decay of matrices [0.01]")
     add("--clip-grad", type=float, default=0.0,
         help="largest norm of the gradient; 0: any [0]")
     add = parser.add_argument_group("run").add_argument
     add("--seed", type=int, default=0,
-        help="of weights, samples and dropout [0]")
+        help="draws weights, samples and dropout [0]")
     add("--dtype", default="float32", choices=DTYPES,
-        help="of parameters and activations [float32]")
+        help="dtype of parameters and activations [float32]")
     add("--device", default="cpu", choices=("cpu", "cuda"),
         help="NumPy or CuPy [cpu]")
     add("--reduction", default="ring", choices=("ring", "ordered", "tree"),
@@ -142,7 +142,7 @@ def make_parser(prints: bool) -> UsageParser:
     add("--save",
         help="a directory for checkpoints: at the end, and at SIGTERM and Ctrl-C")
     add("--save-every", type=count,
-        help="and every N steps")
+        help="save every N steps, too")
     add("--resume",
         help="a directory of --save: go on from its newest checkpoint, in any layout")
     add("--export",
@@ -204,9 +204,9 @@ def shape_of(args: Namespace) -> TransformerConfig:
 
 def check(args: Namespace) -> None:
     """Raise UsageError for flags that contradict one another. The strategies refuse what they cannot share out."""
-    rounds = args.dp * args.microbatches
+    parts = args.dp * args.microbatches
     check_divides(
-        "global-batch/(dp*microbatches)", args.global_batch, rounds, "a microbatch has whole samples"
+        "global-batch/(dp*microbatches)", args.global_batch, parts, "a microbatch has whole samples"
     )
     if args.sequence_parallel:
         check_divides(

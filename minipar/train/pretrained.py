@@ -76,7 +76,7 @@ def load_pretrained(directory: str | Path, **options: Any) -> LanguageModel:
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Read all tensors of a file, by their parameters' names. UsageError."""
+    """Read all tensors of a file, by their parameters' names. UsageError if it cannot be read."""
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:

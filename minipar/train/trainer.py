@@ -141,12 +141,12 @@ class Trainer:
     def run_schedule(self, step: int, replica: int) -> list[float]:
         """Run forward and backward of all microbatches in the schedule's order.
 
-        Return the loss of each, summed over its tokens.
-
-        Without a pipeline the schedule is that of one stage: one microbatch after the other.
+        Return the loss of each, summed over its tokens. Without a pipeline the schedule is that of one stage: one
+        microbatch after the other.
         """
         args = self.args
         part = self.context.part  # this rank of cp has a part of the tokens
+        # They are read before the first action: between two actions, the other ranks would wait.
         batches = []
         for m in range(args.microbatches):
             inputs, targets = self.batches.batch(step, self.samples(replica, m))
@@ -169,8 +169,8 @@ class Trainer:
             memory.enter(phase)
             region = self.mesh.world.tracer.region(phase if self.pipeline is None else str(action))
             masks = dropping(DropoutKeys(args.seed, step, self.samples(replica, m)))  # for recomputation too
-            # Every schedule runs the last microbatch's backward last. It sums gradients over the replicas; before, they
-            # add up on each rank.
+            # Every schedule runs the last microbatch's backward last. That backward sums gradients over the replicas;
+            # before, they add up on each rank.
             sends = args.sync_every_microbatch or m == args.microbatches - 1
             summing = nullcontext() if sends else self.ddp.no_sync()
             # A strategy refuses a backward whose loss `ddp.loss` has not divided. This one begins with its factor.
@@ -214,17 +214,15 @@ class Trainer:
     def send_tied_weight(self) -> None:
         """Send the token embedding to the pipeline's last stage, whose head it is too."""
         if self.pipeline is not None:
-            self.pipeline.send_tied_weight(
-                self.ddp.gather_parameter
-            )  # which collects the whole weight under ZeRO
+            # Under ZeRO, `gather_parameter` collects the whole weight.
+            self.pipeline.send_tied_weight(self.ddp.gather_parameter)
 
     def state_dict(self, gradients: bool = False) -> dict[str, np.ndarray]:
         """Collect the serial model's parameters (or gradients) by name, as host arrays, on rank 0; {} elsewhere."""
         values = [p.grad for p in self.optimizer.parameters] if gradients else self.optimizer.values()
         state = gather_state(self.model, self.optimizer.parameters, self.mesh.world, values)
-        return {
-            name: state[name] for name in self.sizes if name in state
-        }  # rank 0 lists its own experts first
+        # In the serial model's order: rank 0 lists its own experts first.
+        return {name: state[name] for name in self.sizes if name in state}
 
     def take_state(self, run: Mapping[str, Any]) -> None:
         """Continue after a checkpoint: `run` is its run.json, and the optimizer's arrays have been read."""
