@@ -15,10 +15,9 @@ Arrays = Mapping[str, np.ndarray]
 class Record:
     """A new directory with the run's facts, run.json, and for each step n a file step-n.npz.
 
-    A step's file has the loss (nats per token), the gradient norm before clipping, and for each
-    parameter gradient/NAME (before clipping) and update/NAME (the parameter after the step less
-    before it). Such an array has, for up to 24 strips along each dim, the norm and the projection
-    on a random direction: float64, (2, strips of all dims).
+    A step's file has the loss (nats per token), the gradient norm before clipping, and for each parameter
+    gradient/NAME (before clipping) and update/NAME (the parameter after the step less before it). Such an array
+    has, for up to 24 strips along each dim, the norm and the projection on a random direction: (2, strips of all dims).
     """
 
     def __init__(self, directory: str | Path, parameters: Arrays, **facts: object) -> None:
