@@ -695,7 +695,6 @@ for rank in range(p):
 # %%
 import minipar as mp
 from minipar.comm import world as library_world
-from minipar.parallel.groups import groups_over
 from minipar.parallel.pipeline.schedules import make
 
 comm = library_world()
@@ -705,7 +704,7 @@ for stage in (0, 1):  # data parallelism and ZeRO stage 1, with one bucket as ab
     values = GPT().parameters
     for name, parameter in library.named_parameters():
         parameter.data[...] = values[name].data
-    one_bucket = groups_over(comm, [library.parameters()])
+    one_bucket = [(library.parameters(), comm)]
     wrapper = mp.shard(library, comm, stage, groups=one_bucket)
     optimizer = mp.AdamW(wrapper.parameters(), lr=1e-3, weight_decay=0)
     for step in range(5):

@@ -374,25 +374,17 @@ if rank == 0:
 #
 # *Deeper, 6 minutes.*
 #
-# The library begins with the naive form, too, which is complete:
-
-# %%
-from minipar.parallel.ddp import DistributedDataParallel, NaiveDataParallel
-
-if rank == 0:
-    show_source(NaiveDataParallel)
-
-# %% [markdown]
-# Its bucketed version adds three things to ours. The gradients of a bucket lie in one flat array, `bucket.gradient`, so
-# backward writes straight into what is sent and nothing is copied. It serves many steps: `synchronize` sends zeros for
-# what the loss did not use, and starts again. And each hook calls `progress`, which moves the messages under way while
-# backward goes on.
+# The library's version adds three things to ours. The gradients of a bucket lie in one flat array, `bucket.gradient`,
+# so backward writes straight into what is sent and nothing is copied. It serves many steps: `synchronize` sends zeros
+# for what the loss did not use, and starts again. And each hook calls `progress`, which moves the messages under way
+# while backward goes on.
 #
 # The hook is `BackwardHooks.on_gradient`, a helper that the ZeRO stages use, too (chapter 5). Instead of a count,
 # `incomplete` has for each bucket the set of leaves that are missing:
 
 # %%
 from minipar.parallel.buckets import BackwardHooks, Bucket
+from minipar.parallel.ddp import DistributedDataParallel
 
 if rank == 0:
     show_source(BackwardHooks.on_gradient)
@@ -400,11 +392,11 @@ if rank == 0:
 # %% [markdown]
 # `send` is `ddp.reduce`, where a bucket leaves. `bucket.complete()` folds the ties and writes the zeros.
 # `before_reduce` is for chapter 6: sequence parallelism sums some gradients over another axis first. The all-reduce
-# sums the flat array in place, and `synchronize` waits for it:
+# sums the flat array in place, and `synchronize`, which every stage of ZeRO has too, waits for it:
 
 # %%
 if rank == 0:
-    show_source(DistributedDataParallel.reduce, Bucket.complete)
+    show_source(DistributedDataParallel.reduce, DistributedDataParallel.complete, Bucket.complete)
     show_source(DistributedDataParallel.synchronize, BackwardHooks.finish)
 
 # %% [markdown]
@@ -659,16 +651,18 @@ assert same_bits(flatten(model.parameters()), right)
 # %%
 import math
 
+from chapters.support.ch04.sizes import by_size
+
 STEPS = 20
 RATE = 3e-3
-BUCKETS = {"bucket_bytes": 32 * 1024, "first_bucket_bytes": 8 * 1024}
+BUCKETS = {"nbytes": 32 * 1024, "first": 8 * 1024}
 
 
 def train(wrapper):
     """Train on the ranks: all parameters, and the losses."""
     model = fresh()
     losses = []
-    ddp = wrapper(model, comm, "ordered", **BUCKETS)
+    ddp = wrapper(model, comm, "ordered", groups=by_size(model, comm, **BUCKETS))
     optimizer = mp.AdamW(ddp.parameters(), lr=RATE)
     for step in range(STEPS):
         loss = ddp.loss(*shard(rank, step))
@@ -767,8 +761,8 @@ if rank == 0:
 #
 # 5. **All-reduce weights instead of gradients.** Each rank steps on its own gradient, then weights are averaged.
 #
-# (The library compares the replicas after the first step, and would refuse the second step of mistake 3. We switch this
-# off.) **Predict** which instruments notice which mistake:
+# (The library compares the replicas before losses 2, 4, 8, ..., and would refuse mistake 3. We switch this off.)
+# **Predict** which instruments notice which mistake:
 
 # %%
 predict("3. one bucket not sent", ...)  # replace the dots by a set, such as {"loss", "ranks"}
@@ -776,7 +770,7 @@ predict("4. divided by local count", ...)
 predict("5. weights, not gradients", ...)
 
 # %%
-sizes = [bucket.size for bucket in DistributedDataParallel(fresh(), comm, **BUCKETS).buckets]
+sizes = [sum(p.size for p in group) for group, _ in by_size(fresh(), comm, **BUCKETS)]
 nbytes = STEPS * sum(wire_bytes("all_reduce", "ordered", size, 8, d, rank) for size in (*sizes, 2))  # 2: of ddp.loss
 assert not watch.examine(comm, partial(train, DistributedDataParallel), single, losses[-1], nbytes).caught
 curves = {"right": losses}
@@ -823,7 +817,7 @@ if d > 1:  # with one rank there is nothing to forget
 # | --- | --- | --- |
 # | `DistributedDataParallel(model, comm)` | `DistributedDataParallel(model)` | the same name in Megatron-LM |
 # | `ddp.loss`: the global mean | a local mean; DDP averages over ranks | `calculate_per_token_loss` |
-# | `bucket_bytes`, 25 MiB | `bucket_cap_mb`, 25 | `--ddp-bucket-size`, `reduce_bucket_size` |
+# | `groups`, by default one for each block | `bucket_cap_mb`, 25 MiB | `--ddp-bucket-size`, `reduce_bucket_size` |
 # | overlap, always | always | `--overlap-grad-reduce`, `overlap_comm` |
 # | `register_post_accumulate_grad_hook` | the same name | |
 # | `no_sync` | `no_sync` | `no_sync_func` |

@@ -25,7 +25,7 @@
 
 # %%
 from chapters.support.show import printer
-from minipar.comm import world
+from minipar.comm import serial, world
 
 comm = world()
 rank, d = comm.rank, comm.size  # this rank, and the number of ranks
@@ -218,10 +218,10 @@ say(f"optimizer state on rank 0: {state[0]:,} bytes whole, {state[1]:,} as a chu
 # parameter that has elements in it. A shard is a view, so the optimizer writes into the flat array:
 
 # %%
-from minipar.parallel.shards import Chunk
+from minipar.parallel.chunks import Chunk
 
 if rank == 0:
-    show_source(Chunk.__init__, Chunk.add_shard)
+    show_source(Chunk.__init__)
 
 # %% [markdown]
 # The hook that sends a complete bucket is chapter 4's. Only what it sends differs: a reduce-scatter whose output is
@@ -388,11 +388,11 @@ if rank == 0:
 # the gradient is freed when it has been sent.
 
 # %%
-from minipar.parallel.shards import allocate_gradient
+from minipar.parallel.chunks import allocate_to_send
 from minipar.parallel.zero import ZeroStage2
 
 if rank == 0:
-    show_source(ZeroStage2.run, allocate_gradient, ZeroStage2.reduce)
+    show_source(ZeroStage2.run, allocate_to_send, ZeroStage2.reduce)
 
 # %% [markdown]
 # ## 5.4 Stage 3: shard the parameters
@@ -559,14 +559,12 @@ if rank == 0:
 # Backward of a matrix product reads the weight. How can `reshard` free it? The node keeps the *parameter* object, not
 # its values, and reads the values only in backward, when they have been gathered again. `reshard` also makes mistakes
 # visible: while a unit is freed, its parameters hold a `placeholder`, a single NaN that stands for every element, so
-# that code that uses a parameter at the wrong time computes NaN. The four functions in the picture of 5.3 say when each
-# happens:
+# that code that uses a parameter at the wrong time computes NaN. `run` puts the two identities of 5.3 around a segment:
 
 # %%
 if rank == 0:
     show_source(Unit.reshard, FSDP.run)
-    show_source(FSDP.pre_forward, FSDP.post_forward, FSDP.pre_backward, FSDP.post_backward)
-    show_source(FSDP.gather, FSDP.free)
+    show_source(FSDP.pre_backward, FSDP.gather, FSDP.free)
 
 # %% [markdown]
 # ## 5.5 The four stages side by side
@@ -595,10 +593,13 @@ config = mp.GPTConfig(vocab_size=256, n_positions=T, n_embd=64, n_layer=4, n_hea
 text = load_tokens(None, vocab_size=256, seq_len=T)
 
 
-def train(wrap, m=1, every=False, steps=STEPS):
-    """Train with m microbatches of one sample; `every`: send the gradients of each of them, without `no_sync`."""
+def train(wrap, m=1, every=False, steps=STEPS, ranks=comm, norm=comm):
+    """Train over `ranks` with m microbatches of one sample, and clip by the norm over the ranks `norm`.
+
+    `every`: send the gradients of each microbatch, without `no_sync`.
+    """
     batches = Batches(text, length=T, global_batch=m * d, order="random", seed=0)
-    wrapper = wrap(mp.GPT(config, dtype="float64", deferred=True), comm, algorithm="ordered")
+    wrapper = wrap(mp.GPT(config, dtype="float64", deferred=True), ranks, algorithm="ordered")
     optimizer = mp.AdamW(wrapper.parameters(), lr=3e-3)
     losses = []
     norms = []
@@ -610,7 +611,7 @@ def train(wrap, m=1, every=False, steps=STEPS):
             loss = wrapper.loss(*batches.batch(step, [rank * m + j]))
             enter("backward")
             (loss / m).backward()
-        norms.append(wrapper.clip_grad_norm(CLIP))
+        norms.append(mp.clip_grad_norm(wrapper.parameters(), CLIP, norm))
         enter("optimizer")
         optimizer.step()
         optimizer.zero_grad()
@@ -870,15 +871,15 @@ predict("4. never released", ...)
 
 # %%
 broken = {
-    "1. own chunk's norm": (watch.OwnNorm, one),
-    "2. no all-gather": (watch.NoGather, one),
-    "3. shard off by one": (watch.OffByOne, one),
-    "4. never released": (watch.NeverFrees, three),
+    "1. own chunk's norm": (partial(train, ZeroStage1, norm=serial()), one),
+    "2. no all-gather": (partial(train, watch.NoGather), one),
+    "3. shard off by one": (partial(train, watch.OffByOne), one),
+    "4. never released": (partial(train, watch.NeverFrees), three),
 }
 assert watch.examine(watch.watch(partial(train, ZeroStage1)), plain, one) == set()  # nothing broken, nothing seen
 caught = {}
-for name, (wrap, right) in broken.items():
-    caught[name] = watch.examine(watch.watch(partial(train, wrap)), plain, right)
+for name, (run_broken, right) in broken.items():
+    caught[name] = watch.examine(watch.watch(run_broken), plain, right)
     reveal(name, caught[name] or "nothing", say)
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -901,8 +902,7 @@ if d > 1:  # the first three need a second rank to be mistakes
 # **Only the ledger shows memory.** Mistake 4 computes the right bits and sends the right bytes. But the whole model
 # stays on every rank, so stage 3 saves no more than stage 2. A leak of this kind is found when a larger model does not
 # fit, unless somebody counts. (Asked for, it is an option: FSDP's `reshard_after_forward=False` keeps units gathered
-# from forward to backward, which trades that memory for $\Psi$ less on the wire.) The library refuses this mistake:
-# before it gathers a unit, it raises an error if a parameter still has values. `watch.py` leaves that check out.
+# from forward to backward, which trades that memory for $\Psi$ less on the wire.)
 
 # %% [markdown]
 # ## 5.11 Hybrid sharding
@@ -931,13 +931,15 @@ if rank == 0:
 #
 # A rank sends $\Psi/s$ twice between hosts, and a host with its $s$ ranks $2\Psi\frac{q-1}{q}$: as many bytes as one
 # all-reduce of the gradient between hosts, and each GPU's network card carries its own part. For this, memory is
-# $16\Psi/s$ and not $16\Psi/d$: it stops falling when a host is full. In the library it is one argument,
-# `mp.shard(..., replicas=q)`, and `--zero-replicas` in the trainer:
+# $16\Psi/s$ and not $16\Psi/d$: it stops falling when a host is full. In the library it is a communicator in two
+# levels, which the stages take as any other: `mp.shard(model, mp.HybridComm(comm, q), 3)`. In the trainer it is
+# `--zero-replicas`:
 
 # %%
 q = 2 if d % 2 == 0 else d  # two replicas, or for an odd number of ranks as many as ranks
 s = d // q
-hybrid = watch.watch(partial(train, partial(mp.shard, stage=3, replicas=q)))
+ranks = mp.HybridComm(comm, q)
+hybrid = watch.watch(partial(train, partial(mp.shard, stage=3), ranks=ranks, norm=ranks))
 place = rank % s
 chunks = [stop - start for size in sizes for start, stop in [chunk_bounds(size, s)[place]]]
 assert hybrid.model_state == model_state(Psi, sum(chunks), 3, FLOAT64).total
@@ -1013,7 +1015,7 @@ if rank == 0:
 # | `shard(model, comm, 1)` | `ZeroRedundancyOptimizer` | ZeRO stage 1, `--use-distributed-optimizer` |
 # | `shard(model, comm, 2)` | near it: `reshard_after_forward=False` | ZeRO stage 2 |
 # | `fully_shard(model, comm)` | `fully_shard` (FSDP2), `FULL_SHARD` (FSDP1) | ZeRO stage 3 |
-# | `fully_shard(model, comm, replicas=2)` | the same on a 2-D mesh, `HYBRID_SHARD` (FSDP1) | `mics_shard_size` |
+# | `fully_shard(model, HybridComm(comm, 2))` | the same on a 2-D mesh, `HYBRID_SHARD` (FSDP1) | `mics_shard_size` |
 # | unit | a module for which `fully_shard` was called | a submodule |
 # | chunk of a unit's flat array | FSDP1: `FlatParameter`; FSDP2: a DTensor per parameter, `Shard(0)` | flat, padded |
 # | `unshard`, `wait_for_unshard`, `reshard` | the same names | `GatheredParameters` |

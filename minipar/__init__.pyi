@@ -15,6 +15,8 @@ from .comm.launch import launch as launch
 from .comm.mesh import DeviceMesh as DeviceMesh
 from .errors import CommunicationError as CommunicationError
 from .errors import UsageError as UsageError
+from .more.casting import CastingComm as CastingComm
+from .more.hybrid import HybridComm as HybridComm
 from .nn.gpt import GPT as GPT
 from .nn.gpt import GPTConfig as GPTConfig
 from .nn.layers import Embedding as Embedding
@@ -32,8 +34,10 @@ from .parallel.context import context_parallel as context_parallel
 from .parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from .parallel.expert import expert_parallel as expert_parallel
 from .parallel.fsdp import FullyShardedDataParallel as FullyShardedDataParallel
+from .parallel.grad_norm import clip_grad_norm as clip_grad_norm
 from .parallel.pipeline.module import PipelineModule as PipelineModule
 from .parallel.placement import placements as placements
+from .parallel.state import gather_state as gather_state
 from .parallel.tensor.plan import tensor_parallel as tensor_parallel
 from .parallel.tensor.user_layers import ColumnParallelLinear as ColumnParallelLinear
 from .parallel.tensor.user_layers import RowParallelLinear as RowParallelLinear

@@ -22,7 +22,8 @@ def main(world):
     model = mp.GPT(mp.GPTConfig(vocab_size=256, n_positions=16, n_embd=32, n_layer=2, n_head=4))
     stage = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     replicas = int(sys.argv[2]) if len(sys.argv) > 2 else 1  # 2: hybrid sharding, within each half of the ranks
-    zero = mp.shard(model, world, stage, replicas=replicas)
+    ranks = mp.HybridComm(world, replicas) if replicas > 1 else world
+    zero = mp.shard(model, ranks, stage)
     optimizer = mp.AdamW(zero.parameters(), lr=1e-2)
     for x, y in batches(world.rank, world.size):
         loss = zero.loss(x, y)  # the mean over the tokens of all ranks

@@ -257,7 +257,7 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
             timed("head B", ends.backward, 0, one)
             timed("embed B", y.backward, gradient)
         ddp.synchronize()
-        timed("norm", clip_grad_norm, ddp.parameters(), None, ddp.comm)
+        timed("norm", clip_grad_norm, ddp.parameters(), None, ddp.comm, ddp.comm)
         timed("AdamW", optimizer.step)
     medians = {piece: float(np.median(times[WARMUP:])) for piece, times in seconds.items()}
     for piece in (*BLOCK, *SUMS):

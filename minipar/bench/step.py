@@ -26,7 +26,8 @@ from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.optim import AdamW
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
-from minipar.parallel.wrap import DataParallel, shard
+from minipar.parallel.wrap import shard
+from minipar.parallel.wrapper import DataParallel
 from minipar.train.flags import DTYPES
 
 WARMUP = 2

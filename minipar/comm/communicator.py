@@ -89,6 +89,11 @@ class Communicator(Stream):
     for n bytes and p ranks (exactly: `traffic.wire_bytes`).
     """
 
+    @property
+    def chunk_comm(self) -> "Communicator":
+        """The ranks over which ZeRO cuts a bucket into chunks: these. A communicator in two levels has others."""
+        return self
+
     def progress(self) -> None:
         """Advance outstanding asynchronous work of all this rank's communicators, without waiting."""
         if self.engine.streams:

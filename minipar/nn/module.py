@@ -50,11 +50,10 @@ class Module:
 
     def loss(self, x: Array, y: Array) -> Tensor:
         """Return the mean loss over the targets that count."""
-        y = array_of("targets", y)
-        mean = self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))
         for owner in owners_of(self.parameters()):
-            mean = owner.watch_mean(mean)
-        return mean
+            owner.before_mean_loss()
+        y = array_of("targets", y)
+        return self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         """Yield (name, parameter) pairs; names are joined by dots, as in `h.0.attn.c_attn.weight`."""

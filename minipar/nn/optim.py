@@ -6,25 +6,14 @@ gives the same bits.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from minipar.backend import Array, from_host, is_host, to_host, xp
+from minipar.errors import UsageError
 from minipar.memory import hold
-from minipar.nn.optim_guards import (
-    check_gradients,
-    check_max_norm,
-    check_names,
-    check_parameters,
-    check_setting,
-    check_sizes,
-    check_state,
-    check_unused,
-    list_of,
-    refuse_groups,
-)
-from minipar.nn.parameter import Parameter, owners_of, zero_grad
+from minipar.nn.parameter import Parameter, check_names, owners_of, zero_grad
 
 # Elements that `squared_norm` sums at a time on the host: they stay in a core's cache.
 BLOCK = 1 << 15
@@ -39,25 +28,13 @@ class Optimizer:
     lr = 0.0  # the learning rate of a rule that has one
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
-        self.parameters = list_of(parameters)
-        check_parameters(self.parameters)
+        self.parameters = list(parameters)
+        if len(set(self.parameters)) < len(self.parameters):
+            raise UsageError("optimizer: a parameter is given twice, and every step would change it twice")
         check_names(self.parameters)
         self.steps = 0  # taken so far
         for owner in owners_of(self.parameters):
             owner.check_optimizer(self.parameters)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute; `optimizer.lr = x` is how a schedule acts.
-
-        UsageError for a value that cannot be meant.
-        """
-        check_setting(name, value)
-        super().__setattr__(name, value)
-
-    @property
-    def param_groups(self) -> NoReturn:
-        """Raise AttributeError: an optimizer has one group."""
-        refuse_groups()
 
     def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
         """Change parameter i, which has this gradient."""
@@ -73,11 +50,10 @@ class Optimizer:
         for owner in owners:
             # Again, as a strategy may have been applied since the optimizer was made.
             owner.check_optimizer(self.parameters)
-            owner.before_step(self, self.parameters)
+            owner.before_step(self.parameters)
         for parameter in self.parameters:
             parameter.fold_tied_gradients()
         check_gradients(self.parameters)
-        check_unused(self.parameters)
         self.steps += 1
         for i, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
@@ -89,6 +65,20 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters, and those that their owners keep."""
         zero_grad(self.parameters)
+
+
+def check_gradients(parameters: Sequence[Parameter]) -> None:
+    """Raise RuntimeError if a step would do nothing, or use gradients a second time.
+
+    This compares arrays, so a gradient that the program itself has assigned is a new one. Gradients
+    in flat storage are the same array in each step; the strategy that keeps it knows which were used.
+    """
+    remedy = "call loss.backward() before step(), and optimizer.zero_grad() after it"
+    if any(p.size for p in parameters) and all(p.grad is None for p in parameters):
+        raise RuntimeError(f"optimizer.step(): no parameter has a gradient; {remedy}")
+    for p in parameters:
+        if p.grad is not None and p.grad is p.used_gradient and p.grad_buffer is None:
+            raise RuntimeError(f"optimizer.step() would use the gradients of the last step again; {remedy}")
 
 
 class SGD(Optimizer):
@@ -194,7 +184,6 @@ class AdamW(Optimizer):
         return [self.master_weights.value(i) for i in range(len(self.parameters))]
 
     def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
-        check_sizes(parameter, self.exp_avg[i])
         if self.steps == 1:
             self.master_weights.take_loaded(i)
         value = self.master_weights.value(i)
@@ -248,9 +237,12 @@ class AdamW(Optimizer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned on this rank, or from torch's AdamW.
 
-        ValueError, before anything changes, for other parameters or another layout.
+        ValueError, before anything changes, for other parameters or another rank's.
         """
-        check_state(state, self.parameters, self.moments)
+        own = [p.describe() for p in self.parameters]
+        if state.get("holds", own) != own or len(state["param_groups"][0]["params"]) != len(own):
+            remedy = "load it on the rank that saved it, in the same layout"
+            raise ValueError(f"optimizer state of {state.get('holds')}, but this rank holds {own}: {remedy}")
         (group,) = state["param_groups"]
         self.lr = group["lr"]
         self.betas = tuple(group["betas"])
@@ -292,14 +284,9 @@ def clip_grad_norm(
     """Scale all gradients down to `max_norm` if their 2-norm is larger; return that norm.
 
     The factor is max_norm / (norm + 1e-6), as PyTorch's.
-    A rank that holds shards of the gradients cannot compute the norm alone, so ValueError if it is
-    not given there. UsageError unless `max_norm` is a number larger than 0, or None.
+    A rank that holds a part of the gradients is given the `norm` of all of them.
     """
-    check_max_norm(max_norm)
     parameters = list(parameters)
-    if norm is None and any(owner.sharded for owner in owners_of(parameters)):
-        why = "this rank holds only shards of the gradients and cannot compute their norm alone"
-        raise ValueError(f"clip_grad_norm: {why}; call clip_grad_norm of the wrapper that sharded the model")
     for parameter in parameters:
         parameter.fold_tied_gradients()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

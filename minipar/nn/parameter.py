@@ -1,11 +1,12 @@
 """Parameter: a leaf that is trained, and Owner: a strategy that looks after parameters."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from minipar.autograd import Tensor
 from minipar.autograd.backward import node_numbers
 from minipar.backend import Array
+from minipar.errors import UsageError
 from minipar.nn.deferred import DeferredValues
 
 
@@ -72,44 +73,37 @@ class Parameter(DeferredValues, Tensor):
             leaf.grad = None
 
 
-class Updating(Protocol):
-    """An optimizer as an Owner sees it: its learning rate, and the number of its steps."""
-
-    lr: float
-    steps: int
-
-
 class Owner:
     """A strategy that looks after parameters.
 
     Optimizers call it around each update; by default it does nothing.
     """
 
-    sharded = False  # whether this rank holds only a shard of each parameter's gradient
     holds_values = True  # False if it holds only a shard of the values
-    wrapper = ""  # the name of the data-parallel strategy that has wrapped the model, if it is one's
 
     def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if an optimizer must not hold one of these parameters."""
 
-    def before_step(self, optimizer: Updating, parameters: Sequence[Parameter]) -> None:
-        """Complete the gradients of an optimizer's parameters.
+    def check_sum(self, parameters: Sequence[Parameter], group: Any, is_complete: bool) -> None:
+        """Raise UsageError if data parallelism must not sum the gradients of these parameters over `group`.
 
-        Raises RuntimeError if they are not ready.
+        `is_complete` says whether it adds the terms that this strategy leaves on other ranks before.
         """
+
+    def sum_gradients(self) -> Sequence[Parameter] | None:
+        """Sum the gradients over data-parallel ranks, before their norm; return what holds the sums, if it does."""
+
+    def before_mean_loss(self) -> None:
+        """Raise RuntimeError if a script must not train on a rank's own mean, `Module.loss`."""
+
+    def before_step(self, parameters: Sequence[Parameter]) -> None:
+        """Complete the gradients of an optimizer's parameters. RuntimeError if they are not ready."""
 
     def after_step(self) -> None:
         """Make the updated values visible wherever they are used."""
 
     def forget_gradients(self) -> None:
         """Forget the gradients that the strategy itself keeps."""
-
-    def watch_mean(self, loss: Tensor) -> Tensor:
-        """Return the loss of `Module.loss`; its backward may refuse what it would train."""
-        return loss
-
-    def check_sum(self, group: Any) -> None:
-        """Raise ValueError if an optimizer must not sum these gradients over this group."""
 
 
 def owners_of(parameters: Iterable[Parameter]) -> list[Owner]:
@@ -134,3 +128,16 @@ def zero_grad(parameters: Sequence[Parameter]) -> None:
         parameter.zero_grad()
     for owner in owners_of(parameters):
         owner.forget_gradients()
+
+
+def check_names(parameters: Sequence[Parameter]) -> None:
+    """Raise UsageError if two parameters are drawn by one name: their initial values would be the same."""
+    seen: dict[tuple[int, str], Parameter] = {}
+    for parameter in parameters:
+        if parameter.drawn_by is None:
+            continue
+        first = seen.setdefault(parameter.drawn_by, parameter)
+        if first is not parameter:
+            seed, name = parameter.drawn_by
+            two = f'two parameters are drawn by the name "{name}" and seed {seed}, and so start alike'
+            raise UsageError(f"{two}: give each layer a name of its own")

@@ -1,16 +1,14 @@
-"""Strategies applied to a serial model, which does not know that it is parallel. They meet in one function:
+"""Strategies applied to a serial model, which does not know that it is parallel.
 
-    parallelize.py   context, tensor, expert, pipeline and data parallelism, in order
+    ddp.py    data parallelism                                        tensor/      split layers
+    zero.py   ZeRO stages 1 and 2                                     pipeline/    stages, schedules
+    fsdp.py   ZeRO stage 3                                            context.py   split sequences
+    zero_optimizer.py   stage 1 as an optimizer                       expert.py    shared experts
 
-    ddp.py    data parallelism; the mechanism is in buckets.py, the loss in loss.py      tensor/      split layers
-    zero.py   ZeRO stages 1 and 2, with shards.py                                        pipeline/    stages, schedules
-    fsdp.py   ZeRO stage 3                                                               context.py   split sequences
-    zero_optimizer.py   stage 1 as an optimizer                                          expert.py    shared experts
-
-context.py has a method in ulysses.py, and both share token_order.py.
+What the first three share knows no strategy: wrapper.py has what a script calls, buckets.py the parameters that travel
+together, loss.py the global mean, chunks.py what ZeRO cuts, and contract.py refuses mistakes. context.py has a method
+in ulysses.py, and both share token_order.py.
 
 Each records in every parameter's Placement (placement.py) what it does to the parameter. What needs all axes is a loop
-over placements: grad_norm.py, state.py, memory.py, traffic.py (those of
-layout.py). The helpers of data parallelism know no strategy:
-groups.py says which parameters travel together, hybrid.py how, and guards.py and step_guard.py refuse mistakes.
+over placements: grad_norm.py, state.py, memory.py, traffic.py (those of layout.py).
 """

@@ -1,36 +1,74 @@
 """Buckets: parameters whose gradients travel in one message, as soon as they are complete.
 
 All gradients of a bucket lie in one flat array. Backward writes them, the collective reads them.
+A group is what becomes a bucket: parameters, and the ranks that hold them and sum their gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, TypeAlias
 
 from minipar.autograd import Tensor
-from minipar.backend import Array
+from minipar.backend import Array, xp
 from minipar.comm.algorithms import chunk_bounds
+from minipar.comm.communicator import Communicator
+from minipar.memory import allocate
+from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
-from minipar.parallel.groups import Group
-from minipar.parallel.guards import checksum
-from minipar.parallel.hybrid import GradientComm
-from minipar.parallel.placement import BucketSlice, update
+from minipar.parallel.placement import BucketSlice, Placement, placement_of, update
+
+Group: TypeAlias = tuple[Sequence[Parameter], Communicator]
+
+
+def segments_of(model: Module) -> list[Segment]:
+    """Return the model's segments in the order in which they run; without any it is one."""
+    listed = getattr(model, "segments", [])
+    return listed or [Segment("model", model.forward, model.parameters(), is_last=True)]
+
+
+def by_unit(model: Module) -> list[list[Parameter]]:
+    """Group the model's parameters by what runs at one time, which FSDP gathers at a time.
+
+    GPT: one group for each block, and one, the first, for the embedding and the head, which share
+    the token embedding.
+    """
+    groups: list[list[Parameter]] = []
+    for segment in segments_of(model):
+        shared = [group for group in groups if not set(segment.parameters).isdisjoint(group)]
+        if shared:
+            shared[0] += [p for p in segment.parameters if p not in set(shared[0])]
+        else:
+            groups.append(list(segment.parameters))
+    return groups
+
+
+def number_units(units: Sequence[Sequence[Parameter]]) -> None:
+    """Record the unit of each parameter, by which the gradient's norm is summed, unless that is recorded."""
+    for number, unit in enumerate(units):
+        for i, p in enumerate(unit):
+            if p.placement is None:
+                p.placement = Placement(str(i), p.shape)  # one that is in no model
+            if placement_of(p).units == 0:
+                update(p, unit=number, units=len(units))
 
 
 class Bucket:
     """Parameters whose gradients travel together over `comm`. To make a bucket records their place in it."""
 
-    def __init__(self, group: Group, comm: GradientComm, replica: int = 0) -> None:
-        self.parameters = tuple(group.parameters)
-        self.holders = group.comm  # the ranks that hold these parameters
-        self.comm = comm  # their collectives, perhaps in another dtype or in two steps (hybrid.py)
-        self.size = sum(p.size for p in self.parameters)
-        # ZeRO's: the chunk that this rank owns.
-        self.own = slice(*chunk_bounds(self.size, comm.size)[comm.rank])
+    def __init__(self, parameters: Sequence[Parameter], comm: Communicator) -> None:
+        self.parameters = tuple(parameters)
+        self.comm = comm
+        self.size = sum(p.size for p in parameters)
+        self.gradient_dtype = xp.promote_types(parameters[0].dtype, "float32")
         self.gradient: Array | None = None  # the flat array that backward writes into, while there is one
+        # ZeRO's chunk r belongs to rank r of those that share one copy of all chunks.
+        sharing = comm.chunk_comm
+        self.own = slice(*chunk_bounds(self.size, sharing.size)[sharing.rank])
+        replica = comm.rank // sharing.size
         start = 0
-        for p in self.parameters:
-            update(p, dp=BucketSlice(start, p.size, self.size, comm.rank, comm.size, replica))
+        for p in parameters:
+            update(p, dp=BucketSlice(start, p.size, self.size, sharing.rank, sharing.size, replica))
             start += p.size
 
     def views(self, flat: Array) -> Iterator[tuple[Parameter, Array]]:
@@ -44,18 +82,17 @@ class Bucket:
         """Return every tensor whose gradient the bucket waits for: the parameters, and the leaves tied to them."""
         return set().union(*[(p, *p.ties) for p in self.parameters])
 
-    def checksum(self) -> int:
-        """Return the CRC-32 of the parameters' values."""
-        return checksum(*[p.data for p in self.parameters])
-
-    def set_gradient(self, flat: Array) -> None:
-        """Let backward write the gradients into `flat`, and copy those that have arrived already."""
-        self.gradient = flat
-        for p, view in self.views(flat):
+    def allocate_gradient(self, kind: str = "gradients") -> Array:
+        """Let backward write into one flat array, of this kind of memory, unless it does; copy what has arrived."""
+        if self.gradient is not None:
+            return self.gradient
+        self.gradient = allocate(kind, self.size, self.gradient_dtype)
+        for p, view in self.views(self.gradient):
             if p.grad is not None:
                 view[...] = p.grad
                 p.grad = view
             p.grad_buffer = view  # backward writes p's gradient here
+        return self.gradient
 
     def complete(self) -> Array:
         """Add the gradients of tied leaves, write zeros for parameters without a gradient; return the flat array."""
@@ -67,8 +104,8 @@ class Bucket:
                 p.grad = view
         return self.gradient
 
-    def drop_gradient(self) -> None:
-        """Drop the references to the flat array, which is freed when its collective has ended."""
+    def free_gradient(self) -> None:
+        """Forget the flat array, which is freed when its collective has ended."""
         self.gradient = None
         for p in self.parameters:
             p.grad = p.grad_buffer = None
@@ -78,7 +115,7 @@ class BackwardHooks:
     """Calls `send(bucket)` for each bucket as soon as backward has completed it and all buckets before it."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], send: Callable[[Bucket], None], progress: Callable[[], None]
+        self, buckets: Sequence[Bucket], send: Callable[[Any], None], progress: Callable[[], None]
     ) -> None:
         self.buckets = buckets
         self.send = send

@@ -37,8 +37,8 @@ from minipar.errors import UsageError
 from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.moe import MoE
 from minipar.nn.transformer import SelfAttention
+from minipar.parallel.context_guard import ContextGuard
 from minipar.parallel.split_guards import check_split, note_split
-from minipar.parallel.step_guard import ContextGuard
 from minipar.parallel.token_order import ContextParallel, check_choice
 from minipar.parallel.ulysses import UlyssesAttention
 

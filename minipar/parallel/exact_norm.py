@@ -13,7 +13,6 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn import optim
 from minipar.nn.parameter import Parameter
-from minipar.parallel.hybrid import HybridComm
 from minipar.parallel.placement import ParameterShard, is_first_holder, placement_of
 
 BITS = 32  # Each of the two integers that stand for a square has as many.
@@ -30,7 +29,7 @@ def check_size(elements: int) -> None:
 def clip_grad_norm(
     parameters: Sequence[Parameter],
     max_norm: float | None,
-    dp: Communicator | HybridComm,
+    dp: Communicator,
     tp: Communicator,
     pp: Communicator,
 ) -> float:
@@ -41,7 +40,7 @@ def clip_grad_norm(
     """
     axes = [tp, pp]
     if any(isinstance(p, ParameterShard) for p in parameters):
-        axes.append(dp.inside if isinstance(dp, HybridComm) else dp)
+        axes.append(dp.chunk_comm)
     gradients: list[Array] = []
     for p in parameters:
         # One rank of tp counts what several of them hold.

@@ -30,8 +30,7 @@ from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module
 from minipar.nn.moe import MoE, moe_layers
 from minipar.nn.parameter import Owner, Parameter
-from minipar.parallel.groups import Group, by_unit, groups_over
-from minipar.parallel.guards import check_communicator
+from minipar.parallel.buckets import Group, by_unit, number_units
 from minipar.parallel.placement import attach_placements, update
 from minipar.parallel.split_guards import EXPERTS, check_split, note_split
 
@@ -57,20 +56,22 @@ class ExpertParallel(Owner):
         UsageError unless `comm` has all ranks that share the experts, and their replicas.
         """
         self.check_ranks(comm)
+        if self.experts and comm.chunk_comm is not comm:
+            raise UsageError("replicas of shards: those of experts have none; give 1 replica or ep = 1")
         self.has_groups = True
-        return self.regroup(groups_over(comm, by_unit(self.model) if units is None else units))
-
-    def regroup(self, groups: Sequence[Group]) -> list[Group]:
-        """Cut the experts out of these groups, into groups of their own."""
-        regrouped: list[Group] = []
-        for group in groups:
-            experts = [p for p in group.parameters if p in self.experts]
-            others = [p for p in group.parameters if p not in self.experts]
+        if units is None:
+            units = by_unit(self.model)
+        if self.experts:
+            number_units(units)  # a unit that is cut stays one unit of the gradient's norm
+        groups: list[Group] = []
+        for unit in units:
+            experts = [p for p in unit if p in self.experts]
+            others = [p for p in unit if p not in self.experts]
             if others:
-                regrouped.append(Group(others, group.comm, group.unit))
+                groups.append((others, comm))
             if experts:
-                regrouped.append(Group(experts, self.replicas, group.unit))
-        return regrouped
+                groups.append((experts, self.replicas))
+        return groups
 
     def check_ranks(self, comm: Communicator) -> None:
         """Raise UsageError unless `comm` has all ranks that share the experts, and their replicas.
@@ -103,10 +104,14 @@ class ExpertParallel(Owner):
                 f"the optimizer holds experts whose gradients nobody sums over their ranks; {remedy}"
             )
 
-    def check_sum(self, group: Communicator) -> None:
-        """Raise ValueError: one sum over one group of ranks would be wrong."""
-        remedy = "use mp.shard(model, comm, 1, groups=experts.groups(comm))"
-        raise ValueError(f"experts are summed over other ranks than all else: {remedy}")
+    def check_sum(self, parameters: Sequence[Parameter], group: Communicator, is_complete: bool) -> None:
+        """Raise UsageError unless experts' gradients are summed over the ranks that hold the same experts."""
+        if group is not self.replicas:
+            why = "the ranks of ep hold different experts and different tokens"
+            remedy = (
+                "experts = mp.expert_parallel(...), then mp.shard(..., groups=experts.groups(mesh.dp_cp))"
+            )
+            raise UsageError(f"experts are summed over other ranks than all else, for {why}: write {remedy}")
 
     def run(self, moe: MoE, xs: Tensor, counts: np.ndarray) -> Tensor:
         """Run all E experts on this rank's rows: xs (M, h) -> (M, h). All ranks call it.
@@ -152,7 +157,6 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
     nothing changes, unless experts are split over fewer ranks than all of tp: then their gradients
     are summed over the ranks of tp, too.
     """
-    check_communicator(replicas)
     check_split(model, "expert_parallel", comm)
     owner = ExpertParallel(model, comm, replicas)
     if comm.size > 1 and not moe_layers(model):

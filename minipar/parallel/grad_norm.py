@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from minipar.comm.communicator import Communicator
+from minipar.errors import UsageError
 from minipar.nn import optim
 from minipar.nn.optim import squared_norm
-from minipar.nn.optim_guards import check_max_norm
-from minipar.nn.parameter import Parameter
-from minipar.parallel.hybrid import HybridComm
+from minipar.nn.parameter import Parameter, owners_of
 from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, is_first_holder, placement_of
 
 WHOLE = 0  # the index of parameters that every tp rank holds whole
@@ -25,7 +24,7 @@ SPLIT = 1  # the index of those of which it has a part
 def clip_grad_norm(
     parameters: Sequence[Parameter],
     max_norm: float | None,
-    dp: Communicator | HybridComm,
+    dp: Communicator | None = None,
     tp: Communicator | None = None,
     pp: Communicator | None = None,
     chunks: int | None = None,
@@ -36,22 +35,33 @@ def clip_grad_norm(
     as torch.nn.utils.clip_grad_norm_ does, unless `max_norm` is None. `chunks` is the number of
     chunks to add in where that is not dp's size: one device that is compared with many ranks.
 
-    A rank that holds shards, or experts that others do not hold, sums its own chunks only. Sends
+    RuntimeError before gradients are summed over dp, UsageError without the ranks of an axis that has
+    cut the parameters. A rank that holds shards, or experts that others do not hold, sums its own chunks only. Sends
     float64 values over each axis:
 
         dp   one, from ranks that sum their own chunks only
         tp   one for each chunk that is summed
         pp   two for each chunk that is summed and each unit
     """
-    check_max_norm(max_norm)  # before anything is sent
+    for owner in owners_of(parameters):
+        parameters = owner.sum_gradients() or parameters
+    for p in parameters:
+        p.fold_tied_gradients()
+    if any(p.placement is None for p in parameters):
+        return optim.clip_grad_norm(parameters, max_norm)  # a model on one device
+    if tp is None and any(placement_of(p).tp.ranks > 1 for p in parameters):
+        raise UsageError("clip_grad_norm: tp has cut these parameters: give its ranks, such as mesh.tp")
     own_only = any(isinstance(p, ParameterShard) or is_expert(p) for p in parameters)
-    if own_only:
-        count = 1
-    else:
-        count = dp.size if chunks is None else chunks
+    count = 1
+    if dp is not None:
+        dp = dp.chunk_comm
+        if not own_only:
+            count = dp.size if chunks is None else chunks
     squares = own_squares(parameters, count, own_only)
     totals = add_over_axes(squares, tp, pp)
     if own_only:
+        if dp is None:
+            raise UsageError("clip_grad_norm: this rank holds shards: give the ranks of data parallelism")
         dp.all_reduce(totals, algorithm="ordered")
     total = float(add_left_to_right(totals, axis=0))
     return optim.clip_grad_norm(parameters, max_norm, norm=math.sqrt(total))
@@ -69,7 +79,8 @@ def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) ->
     """
     squares = np.zeros((chunks, placement_of(parameters[0]).units, 2))
     for p in parameters:
-        assert p.grad is not None, "gradients are summed over dp first"
+        if p.grad is None:
+            continue
         placement = placement_of(p)
         kind = SPLIT if isinstance(placement.tp, Shard) else WHOLE
         if kind == SPLIT and not is_first_holder(placement.tp):

@@ -7,7 +7,7 @@ from math import prod
 
 from minipar.comm.mesh import DeviceMesh
 from minipar.nn.transformer import TransformerConfig
-from minipar.parallel.groups import by_unit
+from minipar.parallel.buckets import by_unit
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.stage import balanced_cuts, segment_groups
 from minipar.parallel.placement import BucketSlice, Placement, Placements

@@ -18,8 +18,7 @@ from minipar.backend import Array, xp
 from minipar.comm.algorithms import chunk_bounds
 from minipar.errors import UsageError
 from minipar.nn.module import Module
-from minipar.nn.optim_guards import check_names
-from minipar.nn.parameter import Parameter
+from minipar.nn.parameter import Parameter, check_names
 
 
 @dataclass(frozen=True)

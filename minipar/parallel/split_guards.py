@@ -7,7 +7,6 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter
-from minipar.parallel.guards import check_communicator
 
 # The name, among the strategies that have split a model, of the split of experts over fewer ranks than all of tp.
 EXPERTS = "tensor_parallel of experts"
@@ -19,7 +18,6 @@ def check_split(model: Any, strategy: str, comm: Communicator) -> None:
     It comes before the wrapper, once, and tensor parallelism shares no two ranks with another
     strategy. Experts may be shared among ranks of tp, but not among those of etp.
     """
-    check_communicator(comm)
     is_pipeline = isinstance(model, Owner)
     if is_pipeline or any(p.placement is not None and p.placement.dp is not None for p in model.parameters()):
         remedy = f"call mp.{strategy}(model, ...) first, then mp.DistributedDataParallel, mp.fully_shard or mp.shard"
@@ -44,7 +42,6 @@ def note_split(model: Module, strategy: str, comm: Communicator) -> None:
 
 def check_expert_ranks(model: Module, comm: Communicator, experts: Communicator, sequence: bool) -> None:
     """Raise UsageError unless experts can be split over `experts`, and all else over `comm`."""
-    check_communicator(experts)
     first = comm.rank - comm.rank % experts.size
     if list(experts.ranks) != list(comm.ranks[first : first + experts.size]):
         what = f"experts over ranks {list(experts.ranks)}, tensor_parallel over ranks {list(comm.ranks)}"
@@ -75,6 +72,6 @@ class ExpertGuard(Owner):
                 f"the ranks of tp hold experts whose gradients nobody sums over their ranks: {remedy}"
             )
 
-    def check_sum(self, group: Communicator) -> None:
+    def check_sum(self, parameters: Sequence[Parameter], group: Communicator, is_complete: bool) -> None:
         """Raise UsageError if nobody has been told over which ranks the experts' gradients are summed."""
         self.check_optimizer([])

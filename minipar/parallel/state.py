@@ -17,7 +17,14 @@ from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
-from minipar.parallel.placement import Shard, TensorPlacement, elements_of, is_first_holder, placement_of
+from minipar.parallel.placement import (
+    Shard,
+    TensorPlacement,
+    attach_placements,
+    elements_of,
+    is_first_holder,
+    placement_of,
+)
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,7 @@ def gather_state(
     collect instead, such as complete gradients. All ranks call it. Each element is sent to rank 0 once,
     in one message per rank; the pieces go ahead as control data.
     """
+    attach_placements(model)  # a model on one device has none
     own = owned_pieces(parameters)
     if values is None:
         values = [p.data for p in parameters]

@@ -4,20 +4,23 @@ NB: torchtitan has such a function for each kind of model, for example `parallel
 """
 
 from argparse import Namespace
+from typing import Any
 
 import numpy as np
 
 from minipar.comm.mesh import DeviceMesh
+from minipar.more.hybrid import HybridComm
 from minipar.nn.transformer import LanguageModel
+from minipar.parallel.buckets import by_unit
 from minipar.parallel.context import context_parallel
 from minipar.parallel.expert import expert_parallel
-from minipar.parallel.groups import by_unit
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, PipelineStage, segment_groups
 from minipar.parallel.tensor.plan import TensorParallel, tensor_parallel
 from minipar.parallel.token_order import ContextParallel
 from minipar.parallel.tree import leaf_count
-from minipar.parallel.wrap import DataParallel, shard
+from minipar.parallel.wrap import shard
+from minipar.parallel.wrapper import DataParallel
 
 Strategies = tuple[
     DataParallel, ContextParallel, TensorParallel | None, PipelineParallel | None, PipelineExecutor
@@ -64,17 +67,18 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
         units = segment_groups(model) if args.pp > 1 else by_unit(model)
 
     # Data parallelism: ranks of dp have other samples, and ranks of cp other tokens. Gradients are summed over both.
+    # Of several replicas of the shards, each has its own ranks (hybrid sharding).
+    ranks: Any = mesh.dp_cp
+    if args.zero_replicas > 1:
+        ranks = HybridComm(mesh.dp_cp, args.zero_replicas)
     ddp = shard(
         model,
-        mesh.dp_cp,
+        ranks,
         args.zero_stage,
         args.reduction,
-        groups=experts.groups(mesh.dp_cp, units),
+        groups=experts.groups(ranks, units),
         segment_lists=[stage.segments for stage in stages.values()],
-        replicas=args.zero_replicas,
         before_reduce=None if tensor is None else tensor.sum_partial,
-        gradient_dtype=sum_dtype,
-        reduce_dtype=sum_dtype,
     )
 
     tokens = args.seq_len // mesh.cp.size

@@ -200,7 +200,7 @@ class Trainer:
     def clip_grad_norm(self, max_norm: float | None) -> float:
         """Return the norm of the whole gradient, and scale a gradient of a larger norm down to `max_norm`."""
         mesh = self.mesh
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.norm_comm, mesh.tp, mesh.pp)
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.comm, mesh.tp, mesh.pp)
 
     def handle_not_finite(self, step: int, loss: float, norm: float) -> None:
         """Raise UsageError on every rank; it names the first rank and parameter whose gradient is not finite."""

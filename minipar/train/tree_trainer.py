@@ -8,9 +8,8 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError
 from minipar.more.leaves import LeafGradients
 from minipar.parallel import exact_norm
-from minipar.parallel.guards import is_power_of_two
 from minipar.parallel.pipeline.actions import Action
-from minipar.parallel.tree import leaf_count, tree_sum
+from minipar.parallel.tree import is_power_of_two, leaf_count, tree_sum
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
 
@@ -64,4 +63,4 @@ class TreeTrainer(Trainer):
     def clip_grad_norm(self, max_norm: float | None) -> float:
         mesh = self.mesh
         parameters = self.ddp.parameters()
-        return exact_norm.clip_grad_norm(parameters, max_norm, self.ddp.norm_comm, mesh.tp, mesh.pp)
+        return exact_norm.clip_grad_norm(parameters, max_norm, self.ddp.comm, mesh.tp, mesh.pp)

@@ -76,7 +76,7 @@ def keep_the_tied_weight(trainer):
 
 
 def never_gather(trainer):
-    trainer.ddp.after_step = lambda: None
+    trainer.ddp.contract.share_updates = lambda: None
 
 
 def count_positions_from_0(trainer):

@@ -16,13 +16,15 @@ from minipar import backend
 from minipar.autograd import Tensor, gelu, linear
 from minipar.backend import to_host, xp
 from minipar.comm import DeviceMesh, run_local, serial
+from minipar.more.hybrid import HybridComm
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import Shard, holders, placement_of
-from minipar.parallel.wrap import DataParallel
+from minipar.parallel.state import gather_state
+from minipar.parallel.wrapper import DataParallel
 from minipar.train import checkpoint, verify
 from minipar.train.data import Tokens
 from minipar.train.flags import make_parser, parse, shape_of
@@ -151,13 +153,31 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
     for i, p in enumerate(optimizer.parameters):
         state[p] = [p.data, optimizer.values()[i], optimizer.exp_avg[i], optimizer.exp_avg_sq[i]]
     same = []
-    for comm, parameters in trainer.ddp.replicas():
+    for comm, parameters in replicas(trainer.ddp):
         same.append(same_over(comm, comm.size, [state.get(p, [p.data]) for p in parameters]))
     tp = trainer.mesh.tp
     for ranks in range(2, tp.size + 1):  # so many neighbours hold a parameter, or a head of keys and values
         held = [arrays for p, arrays in state.items() if holders(placement_of(p).tp) == ranks]
         same.append(same_over(tp, ranks, held))
     return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if all(same) else b"no")
+
+
+def replicas(wrapper: DataParallel) -> list:
+    """Return the ranks that hold the same parameters, for each bucket, and those that hold the same shards."""
+    held = [] if isinstance(wrapper, FullyShardedDataParallel) else [(b.comm, b.parameters) for b in wrapper.buckets]
+    if isinstance(wrapper.comm, HybridComm):
+        held.append((wrapper.comm.across, wrapper.parameters()))
+    return held
+
+
+def clip(wrapper: DataParallel, max_norm: float | None) -> float:
+    """Clip the whole gradient by its norm, which is returned."""
+    return clip_grad_norm(wrapper.parameters(), max_norm, wrapper.comm)
+
+
+def whole_state(wrapper: DataParallel) -> dict[str, np.ndarray]:
+    """Return the whole model on rank 0."""
+    return gather_state(wrapper.model, wrapper.parameters(), wrapper.comm)
 
 
 def same_over(comm, neighbours: int, lists: list[list]) -> bool:
@@ -260,15 +280,10 @@ def gradient_of(wrapper: DataParallel) -> dict[str, np.ndarray]:
         return {names[p]: p.grad.copy() for p in names}
     gradient = {}
     for bucket in wrapper.buckets:
-        full = np.empty(bucket.size)
-        wrapper.comm.all_gather(chunk_of(wrapper, bucket).gradient, out=full, algorithm="pairwise")
+        full = np.empty(bucket.size, bucket.chunk.gradient.dtype)
+        wrapper.comm.all_gather(bucket.chunk.gradient, out=full, algorithm="pairwise")
         gradient |= {names[p]: view for p, view in bucket.views(full)}
     return {name: gradient[name] for name in names.values()}
-
-
-def chunk_of(wrapper: DataParallel, bucket):
-    """Return this rank's chunk of a bucket of a wrapper that shards."""
-    return bucket.chunk if isinstance(wrapper, FullyShardedDataParallel) else wrapper.chunks[bucket]
 
 
 def gradient_on_one_device(model: GPT, passes: Iterable[Callable[[GPT], object]]) -> dict[str, np.ndarray]:
@@ -308,6 +323,7 @@ class OneOf:
     def __init__(self, rank, size):
         self.rank = rank
         self.size = size
+        self.chunk_comm = self
 
 
 class Done:
@@ -337,7 +353,7 @@ class NeverGathersTheUpdate(Trainer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.ddp.after_step = lambda: None
+        self.ddp.contract.share_updates = lambda: None
 
 
 class OwnChunksNorm(Trainer):

@@ -89,15 +89,14 @@ WRAPPERS = {  # the script, at these stages, the error, and what it shows
     "experts over dp": (
         f"{ON_EP}shard(model, mesh.dp, stage, groups=groups(mesh.dp))", ALL, UsageError, "mesh.dp_cp"),
     "replicas of experts": (
-        f"{ON_EP}shard(model, mesh.dp_cp, stage, groups=groups(mesh.dp_cp), replicas=2)", SHARDED, UsageError, "2"),
-    "a norm over dp alone": (f"{ON_TP} {BOTH} ddp.clip_grad_norm(1.0)", ALL, ValueError, "clip_grad_norm"),
-    "a state over dp alone": (f"{ON_TP} {BOTH} ddp.state_dict()", ALL, ValueError, "gather_state"),
+        f"{ON_EP}shard(model, mesh.dp_cp, stage, groups=groups(mp.HybridComm(mesh.dp_cp, 2)))", SHARDED, UsageError,
+        "1"),
+    "a norm over dp alone": (
+        f"{ON_TP} {BOTH} mp.clip_grad_norm(ddp.parameters(), 1.0, mesh.dp)", ALL, UsageError, "mesh.tp"),
     "a wrapped model split": (
         "model = gpt(); shard(model, world, stage); mp.tensor_parallel(model, world)", ALL, UsageError,
         "tensor_parallel"),
-    "a wrapper split": (
-        "mp.context_parallel(shard(gpt(), world, stage), world)", ALL, UsageError, "context_parallel"),
-    "replicas of shards": ("shard(MLP(), world, stage, replicas=3)", SHARDED, UsageError, "replicas", "4/3"),
+    "replicas of shards": ("shard(MLP(), mp.HybridComm(world, 3), stage)", SHARDED, UsageError, "replicas", "4/3"),
 }  # fmt: skip
 
 
@@ -118,8 +117,6 @@ SPLITS = {  # the number of ranks, the script, the error, and what it shows
     "a column layer": (2, "mp.ColumnParallelLinear(4, 9, world, name='up')", UsageError, "up", "9/2"),
     "its groups": (2, "mp.ColumnParallelLinear(4, 9, world, name='up', groups=3)", UsageError, "up", "9/6"),
     "a row layer": (2, "mp.RowParallelLinear(9, 4, world, name='down')", UsageError, "down", "9/2"),
-    "a row's whole input": (2, "mp.RowParallelLinear(8, 3, world, name='row')(np.zeros((2, 8)))", UsageError, "8/2"),
-    "a row's input of no dims": (2, "mp.RowParallelLinear(8, 3, world, name='row')(np.zeros(()))", UsageError, "8/2"),
     "heads and tp": (2, "mp.tensor_parallel(gpt(n_head=3), world)", UsageError, "3/2"),
     "fewer heads than tp": (8, "mp.tensor_parallel(llama(), world)", UsageError, "4/8"),
     "experts and ep": (2, f"{EP} mp.expert_parallel(mixtral(experts=3), mesh.ep, mesh.edp)", UsageError, "3/2"),
@@ -145,8 +142,6 @@ SPLITS = {  # the number of ranks, the script, the error, and what it shows
         UsageError, "expert_parallel", "tensor_parallel"),
     "dropout in a ring": (2, "mp.context_parallel(gpt(dropout=0.1), world, method='ring')", UsageError, "0.1"),
     "other seeds": (2, "mp.tensor_parallel(gpt(seed=world.rank), world)", UsageError, "wte.weight", *RANKS),
-    "other deferred seeds": (
-        2, "mp.tensor_parallel(gpt(seed=world.rank, deferred=True), world)", UsageError, "wte.weight", *RANKS),
     "other states": (
         2, "model = gpt(); model.ln_f.bias.data[-1] += 1e-9 * world.rank; mp.tensor_parallel(model, world)",
         UsageError, "ln_f.bias", *RANKS),
@@ -157,7 +152,7 @@ SPLITS = {  # the number of ranks, the script, the error, and what it shows
         2, f"{CUT} mp.VocabParallelEmbedding(11, 4, world, name='e')(cut)", UsageError, *RANKS),
     "an optimizer made before": (
         2, f"model = gpt(); optimizer = AdamW(model.parameters()); mp.tensor_parallel(model, world); {STEP}",
-        ValueError, "mp.tensor_parallel"),
+        ValueError),
     "a forgotten zero_grad": (
         2, f"model = gpt(); mp.tensor_parallel(model, world); optimizer = AdamW(model.parameters()); {STEP} {STEP}",
         RuntimeError, "zero_grad()"),
@@ -166,16 +161,6 @@ SPLITS = {  # the number of ranks, the script, the error, and what it shows
         "model.loss(context.part(tokens), context.part(targets)).backward(); optimizer.step()",
         UsageError, "wte.weight", "1"),
     "a stage that does not exist": (2, "shard(MLP(), world, 4)", ValueError, "4", "3"),
-    "a rank for the world": (2, "mp.DistributedDataParallel(MLP(), world.rank)", UsageError, "int", "world"),
-    "swapped arguments": (2, "mp.DistributedDataParallel(world, MLP())", UsageError, "Communicator", "mp.Module"),
-    "a mesh for an axis": (2, "mp.DistributedDataParallel(MLP(), DeviceMesh(world))", UsageError, "mesh.dp"),
-    "a mesh to shard over": (2, "shard(MLP(), DeviceMesh(world), 1)", UsageError, "mesh.dp"),
-    "a mesh for fully_shard": (2, "mp.fully_shard(MLP(), DeviceMesh(world))", UsageError, "mesh.dp"),
-    "a mesh for tp": (2, "mp.tensor_parallel(gpt(), DeviceMesh(world))", UsageError, "mesh.dp"),
-    "a mesh for cp": (2, "mp.context_parallel(gpt(), DeviceMesh(world))", UsageError, "mesh.dp"),
-    "a mesh for ep": (2, f"{EP} mp.expert_parallel(mixtral(), mesh.ep, mesh)", UsageError, "mesh.dp"),
-    "a mesh for ZeroOptimizer": (
-        2, "ZeroOptimizer(MLP().parameters(), AdamW, DeviceMesh(world))", UsageError, "mesh.dp"),
 }  # fmt: skip
 
 
@@ -218,7 +203,6 @@ PIPELINES = {
     "y cut by tp": (8, f"{ON_8} model(X[:4], Y[mesh.tp.rank :: 2])", ValueError, "y", "mesh.dp"),
     "x cut by pp": (8, f"{ON_8} model(X[mesh.pp.rank :: 2], Y[:4])", ValueError, "x", "mesh.dp"),
     "y cut by the world": (8, f"{ON_8} model(X[:2], Y[world.rank // 2 * 2 :][:2])", ValueError, "y", "mesh.dp"),
-    "a norm of 0": (1, "m = pipeline(DeviceMesh(world)); m(X, Y); m.clip_grad_norm(0)", UsageError, "max_norm", "0"),
 }  # fmt: skip
 
 
@@ -235,10 +219,6 @@ x, y = X[mesh.dp.rank :: mesh.dp.size], Y[mesh.dp.rank :: mesh.dp.size]
 """
 MLPS = "model = MLP(); optimizer = ZeroOptimizer(model.parameters(), SGD, world);"
 OVER = "model = pipeline(mesh, 'ab'[: mesh.pp.size], 1); ZeroOptimizer(model.parameters(), AdamW, {})"
-LATER = """for step in range(8):
-    if step == 3: optimizer.lr = 0.1 / (1 + world.rank)
-    model(x, y); optimizer.step(); optimizer.zero_grad()
-"""
 ZERO = {
     "a forgotten zero_grad": (2, f"{ON_DP}model(x, y); optimizer.step(); model(x, y)", RuntimeError,
         "zero_grad()"),
@@ -249,12 +229,6 @@ ZERO = {
     "the ranks' means": (
         3, f"{MLPS} model.loss(np.ones((2, 3)), np.ones((2, 1))).backward(); optimizer.step()", RuntimeError, "3",
         "model.loss_sum"),
-    "other rates": (2, f"{ON_DP}optimizer.lr = 0.1 * world.rank\n{LATER}", ValueError, *RANKS),
-    "other rates later": (2, ON_DP + LATER, ValueError, *RANKS),
-    "a rate that is nan": (2, f"{ON_DP}optimizer.lr = float('nan')", UsageError, "lr", "nan"),
-    "a setting that it ignores": (2, f"{ON_DP}optimizer.betas = (0.5, 0.5)", AttributeError, "ZeroOptimizer", "betas"),
-    "sums without promised bits": (
-        2, "ZeroOptimizer(MLP().parameters(), SGD, world, 'star')", ValueError, "star", "ring", "ordered", "tree"),
     "an axis of tp": (
         4, f"mesh = DeviceMesh(world, dp=2, tp=2); {OVER.format('mesh.tp')}", ValueError, "tp", "mesh.dp"),
     "an axis of pp": (
@@ -270,7 +244,7 @@ ZERO = {
         "2", "0"),
     "a wrapper's model": (
         2, "model = MLP(); shard(model, world, 0); ZeroOptimizer(model.parameters(), AdamW, world)", ValueError,
-        "AdamW(wrapper.parameters())"),
+        "wrapper"),
     "a second one": (2, f"{MLPS} ZeroOptimizer(model.parameters(), AdamW, world)", ValueError, "step()"),
     "another optimizer, too": (2, f"{MLPS} AdamW(model.parameters())", ValueError, "step()"),
 }  # fmt: skip
@@ -308,13 +282,15 @@ def test_what_ranks_cannot_send_is_refused(name):
     check(MESSAGES[name])
 
 
+WRAPPED = "ddp = shard(MLP(), world, 1); ddp.loss(np.ones((2, 3)), np.ones((2, 1))).backward();"
 APART = {  # what rank 1 calls, what rank 0 calls, and what the first error shows of the two
     "operations": ("world.barrier()", "world.all_reduce(np.ones(100))", "barrier", "all_reduce"),
     "dtypes": ("world.all_reduce(np.ones(8, int))", "world.all_reduce(np.ones(8))", "int64", "float64"),
     "counts": ("world.all_reduce(np.ones(8))", "world.all_reduce(np.ones(9))", "all_reduce"),
     "a broadcast of nothing": ("world.broadcast(None)", "world.broadcast(np.ones(2))", "broadcast", "NoneType"),
     "an evaluation of one rank": ("world.rank", "shard(gpt(), world, 3).loss(tokens, targets)", "1"),
-    "a state of one rank": ("shard(MLP(), world, 0)", "shard(MLP(), world, 0).state_dict()", "1"),
+    "a state of one rank": (WRAPPED, f"{WRAPPED} mp.gather_state(ddp.model, ddp.parameters(), world)", "1"),
+    "a norm of one rank": (WRAPPED, f"{WRAPPED} mp.clip_grad_norm(ddp.parameters(), 1.0, world)", "1"),
 }
 
 
@@ -328,18 +304,6 @@ def test_ranks_that_call_something_else_do_not_wait(name):
     with pytest.raises((CommunicationError, UsageError)) as caught:
         run_local(2, rank)
     assert [value for value in values if not shown(str(caught.value), value)] == []
-
-
-def test_a_rank_of_a_pipeline_that_has_parted_is_named():
-    """The ranks that hold the same raise it, and so end the job."""
-
-    def rank(world):
-        model = pipeline(DeviceMesh(world, dp=2, tp=2), "a", 1)
-        if world.rank == 2:
-            model.parameters()[0].data[0] += 1e-6
-        model.state_dict()
-
-    refused(ValueError, "stage0.up.weight", "2", "0", by=lambda: run_local(4, rank))
 
 
 def test_an_expert_mesh_is_refused_unless_its_axes_multiply():

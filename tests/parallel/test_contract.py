@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from training import MLP, bits, gradient_of, gradient_on_one_device, small_gpt, text
+from training import MLP, bits, clip, gradient_of, gradient_on_one_device, small_gpt, text, whole_state
 
 import minipar.nn as nn
 from minipar.comm import run_local
@@ -84,7 +84,7 @@ def obvious_script(comm, name, stage, algorithm="ordered", zero_grad=lambda ddp,
         optimizer.step()
         zero_grad(ddp, optimizer)
         losses.append(loss.item())
-    return losses, bits(ddp.state_dict())
+    return losses, bits(whole_state(ddp))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -188,10 +188,10 @@ def test_any_optimizer_of_the_library_trains_the_same_bits(stage):
         optimizer = SGD(ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
         for step in range(STEPS):
             ddp.loss(*points_of(1)(step, comm.rank)).backward()
-            ddp.clip_grad_norm(0.5)
+            clip(ddp, 0.5)
             optimizer.step()
             optimizer.zero_grad()
-        return bits(ddp.state_dict())
+        return bits(whole_state(ddp))
 
     assert run_local(3, rank, stage) == run_local(3, rank, 0)
 
@@ -217,7 +217,7 @@ def test_plain_data_parallelism_takes_the_models_parameters():
         optimizer = optimizer or AdamW(ddp.parameters())
         ddp.loss(*points_of(1)(0, comm.rank)).backward()
         optimizer.step()
-        return bits(ddp.state_dict())
+        return bits(whole_state(ddp))
 
     assert run_local(2, rank, True) == run_local(2, rank, False)
 
@@ -233,7 +233,7 @@ def test_a_step_after_zero_grad_is_refused_and_trains_nothing(stage, summed):
         (ddp if summed else optimizer).zero_grad()
         with pytest.raises(RuntimeError):
             optimizer.step()
-        return bits(ddp.state_dict())
+        return bits(whole_state(ddp))
 
     assert run_local(2, rank)[0] == bits(MLP().state_dict())
 

@@ -5,7 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-from training import MLP, Proxy, backward, bits, chunk_of, small_gpt, text
+from training import MLP, Proxy, backward, bits, clip, small_gpt, text, whole_state
 
 from minipar.autograd import no_grad
 from minipar.comm import run_local
@@ -211,7 +211,7 @@ def train_with_forwards(comm, kind, forward, steps=2):
         one_pass(ddp)
         forward(ddp)
         optimizer.step()
-    return loss_of(ddp), ddp.state_dict(), comm.traffic.bytes("reduce_scatter")
+    return loss_of(ddp), whole_state(ddp), comm.traffic.bytes("reduce_scatter")
 
 
 def nothing(ddp):
@@ -240,10 +240,10 @@ def test_parameters_that_the_loss_does_not_use_count_as_zero(size, stage):
         with ddp.scaled_backward():
             ddp.model.segments[0].run(batch(comm.rank)[0]).sum().backward()
         ddp.synchronize()
-        norm = ddp.clip_grad_norm(None)
+        norm = clip(ddp, None)
         if stage == 0:
             return norm, [bucket.gradient for bucket in ddp.buckets]
-        return norm, [chunk_of(ddp, bucket).gradient for bucket in ddp.buckets]
+        return norm, [bucket.chunk.gradient for bucket in ddp.buckets]
 
     # Each of the 16*size tokens adds 1 to the row of its token and to that of its position, in all 13 columns.
     tokens = np.bincount(np.concatenate([batch(r)[0].ravel() for r in range(size)]), minlength=17)
@@ -262,7 +262,7 @@ def test_parameters_that_the_loss_does_not_use_count_as_zero(size, stage):
 def test_rank_0_gets_every_parameter_by_name_others_none(size, stage):
     def rank(comm):
         ddp = shard(make(), comm, stage)
-        return ddp.state_dict(), [name for name, _ in ddp.model.named_parameters()]
+        return whole_state(ddp), [name for name, _ in ddp.model.named_parameters()]
 
     (state, names), *others = run_local(size, rank)
     expected = make(deferred=False).state_dict()
@@ -275,10 +275,10 @@ def test_rank_0_gets_every_parameter_by_name_others_none(size, stage):
 def test_the_state_is_a_copy_that_training_does_not_change():
     def rank(comm, stage):
         ddp = shard(make(), comm, stage)
-        before = ddp.state_dict()
+        before = whole_state(ddp)
         bits = [x.tobytes() for x in before.values()]
         step(ddp, AdamW(ddp.parameters()))
-        changed = [x.tobytes() for x in ddp.state_dict().values()]
+        changed = [x.tobytes() for x in whole_state(ddp).values()]
         return all(a != b for a, b in zip(bits, changed, strict=True)), bits == [x.tobytes() for x in before.values()]
 
     for stage in STAGES:

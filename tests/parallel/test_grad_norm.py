@@ -53,7 +53,7 @@ def norms(layout, stage, max_norm=None, inspect=lambda trainer, norm: norm, clip
         trainer = trainer_for(config, TEXT, comm)
         mesh, parameters = trainer.mesh, with_gradient(trainer)
         comm.traffic.reset()
-        return inspect(trainer, clip(parameters, max_norm, trainer.ddp.norm_comm, mesh.tp, mesh.pp))
+        return inspect(trainer, clip(parameters, max_norm, trainer.ddp.comm, mesh.tp, mesh.pp))
 
     return run_local(ranks_of(config), rank)
 

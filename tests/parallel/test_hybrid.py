@@ -13,11 +13,12 @@ from minipar.bench.layouts import step_layout
 from minipar.comm import Network, run_local, start_trace, wire_bytes
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import KINDS, MemoryLedger
+from minipar.more.hybrid import HybridComm
 from minipar.nn import AdamW, GPTConfig
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.memory import MIXED, OF_DTYPE, elements_placed, model_state
 from minipar.parallel.traffic import dp_bytes, replica_bytes
-from minipar.parallel.wrap import fully_shard, shard
+from minipar.parallel.wrap import fully_shard
 from minipar.train.data import load_tokens
 
 # Buckets of 3,497 = 13*269 elements and 2,197 = 13^3, which no number of ranks divides.
@@ -93,20 +94,20 @@ def points(rank):
 
 @pytest.mark.parametrize("make", [MLP, lambda: small_gpt(deferred=True)], ids=["MLP", "GPT"])
 def test_a_script_shards_within_replicas_with_one_argument(make):
-    """`fully_shard(model, world, replicas=2)` on four ranks trains what it does on one device, and holds a half."""
+    """`fully_shard(model, HybridComm(world, 2))` on four ranks trains what it does on one device, and holds a half."""
 
     def script(comm, replicas):
-        model = fully_shard(make(), comm, "ordered", replicas=replicas)
-        optimizer = AdamW(model.parameters(), lr=0.1)
+        ddp = fully_shard(make(), HybridComm(comm, replicas), "ordered")
+        optimizer = AdamW(ddp.parameters(), lr=0.1)
         losses = []
         for _ in range(3):
             share = points(0) if make is MLP else training.text([0, 1])  # the same for all: 1, 2 and 4 times it is one
-            loss = model.loss(*share)
+            loss = ddp.loss(*share)
             loss.backward()
-            losses.append((loss.item(), model.clip_grad_norm(0.5)))
+            losses.append((loss.item(), training.clip(ddp, 0.5)))
             optimizer.step()
             optimizer.zero_grad()
-        return sum(p.size for p in model.parameters()), losses, model.state_dict()
+        return sum(p.size for p in ddp.parameters()), losses, training.whole_state(ddp)
 
     (psi, losses, state), *_ = run_local(1, script, 1)
     halves = run_local(4, script, 2)
@@ -164,8 +165,7 @@ def test_replicas_on_hosts_divide_what_crosses_between_them():
 
 def test_a_state_is_gathered_from_one_replica_alone():
     def sent(comm):
-        model = fully_shard(small_gpt(deferred=True), comm, replicas=2)
-        model.state_dict()
+        training.whole_state(fully_shard(small_gpt(deferred=True), HybridComm(comm, 2)))
         return comm.traffic.bytes("send")
 
     _, half, *others = run_local(4, sent)
@@ -186,7 +186,7 @@ def test_model_state_is_that_of_s_ranks_at_every_moment(ranks, replicas, stage):
             trainer = trainer_for(config, TOKENS, comm)
             for _ in trainer.train():
                 pass
-        placed = elements_placed(step_layout(config).placements(dp=comm.rank), trainer.ddp.shard_comm.rank)
+        placed = elements_placed(step_layout(config).placements(dp=comm.rank), trainer.ddp.comm.chunk_comm.rank)
         return list(ledger.moments), placed
 
     results = run_local(ranks, rank)
@@ -233,7 +233,6 @@ def test_the_sum_over_replicas_hides_behind_backward(ranks):
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "replicas", "value"), [(3, 3, "4/3"), (1, 0, "0"), (0, 2, "replicas = 2")])
-def test_replicas_that_do_not_fit_are_refused(stage, replicas, value):
-    with pytest.raises((UsageError, ValueError, CommunicationError), match=value):
-        run_local(4, lambda comm: shard(MLP(), comm, stage, replicas=replicas))
+def test_replicas_that_do_not_fit_are_refused():
+    with pytest.raises((UsageError, CommunicationError), match="4/3"):
+        run_local(4, lambda comm: HybridComm(comm, 3))

@@ -5,9 +5,10 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from training import MLP, config_for, ranks_of, small_gpt, trainer_for
+from training import MLP, bits, config_for, ranks_of, small_gpt, text, trainer_for, whole_state
 
-from minipar.comm import run_local
+import minipar as mp
+from minipar.comm import run_local, serial
 from minipar.parallel.placement import elements_of
 from minipar.parallel.state import Piece, gather_state, owned_pieces
 from minipar.parallel.wrap import shard
@@ -71,7 +72,7 @@ def test_collecting_sends_each_element_to_rank_0_once():
     def rank(comm):
         ddp = shard(small_gpt(), comm, 2)
         comm.traffic.reset()
-        ddp.state_dict()
+        whole_state(ddp)
         return comm.traffic.bytes("send"), 8 * sum(p.size for p in ddp.parameters())
 
     (first, _), *others = run_local(4, rank)
@@ -87,3 +88,15 @@ def test_parameters_of_a_users_model_come_in_its_order():
     (names, _), *_ = outcomes = run_local(3, rank)
     assert names == [name for name, _ in MLP().named_parameters()]
     assert sum(count for _, count in outcomes) == 26
+
+
+def test_one_device_has_a_norm_and_a_state_too():
+    """The functions are those of any mesh; a model that no strategy has placed is whole."""
+    model, x, y = small_gpt(), *text(range(2))
+    model.loss(x, y).backward()
+    exact = np.sqrt(sum((p.grad**2).sum() for p in model.parameters() if not p.ties))
+    tied = model.wte.weight.grad + model.wte.weight.ties[0].grad
+    norm = mp.clip_grad_norm(model.parameters(), 0.5)
+    assert norm == pytest.approx(np.hypot(exact, np.linalg.norm(tied)), rel=1e-13)
+    assert mp.clip_grad_norm(model.parameters(), None) == pytest.approx(0.5, rel=1e-5)
+    assert bits(mp.gather_state(model, model.parameters(), serial())) == bits(model.state_dict())

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from chapters.support.ch04.sizes import by_size
 from chapters.support.instruments import everywhere, same_bits, same_on_all_ranks
 from chapters.support.model_clock import traced
 from minipar.comm import Communicator, Network, serial
@@ -65,7 +66,7 @@ def _step(comm: Any, bucket_bytes: int | None) -> Step:
     a_few = np.zeros((1, 4), int)  # what is really computed; the clock is charged for 8 samples of 64 tokens
     ddp = None
     if bucket_bytes is not None:
-        ddp = DistributedDataParallel(model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+        ddp = DistributedDataParallel(model, comm, groups=by_size(model, comm, bucket_bytes, bucket_bytes))
     model.zero_grad()
     start = comm.clock.now()
     with comm.tracer.region("forward", flops=FORWARD):
@@ -90,7 +91,7 @@ class DropsABucket(DistributedDataParallel):
     """Mistake 3: the first bucket is "summed" over this rank alone."""
 
     def reduce(self, bucket: Bucket) -> None:
-        self.guard.step_is_compared = True  # or the second loss would be refused
+        self.contract.compared = []  # or the second loss would be refused
         ranks = bucket.comm
         if bucket is self.buckets[0]:
             bucket.comm = serial()
@@ -129,7 +130,7 @@ def without_no_sync(
     ddp = DistributedDataParallel(model, comm, "ordered")
     for inputs, targets in microbatches:
         if forget:
-            ddp.guard.forget_gradients()  # the optimizer's zero_grad calls it, and sets the gradients to None as well
+            ddp.contract.forget_gradients()  # the optimizer's zero_grad calls it, and sets gradients to None as well
         (ddp.loss(inputs, targets) / len(microbatches)).backward()
     return model
 

@@ -75,7 +75,7 @@ class Watched(FullyShardedDataParallel):
             unit.reshard = partial(self.reshard, unit)  # type: ignore[method-assign]
 
     def number(self, unit: Any) -> int:
-        return list(self.chunks).index(unit)
+        return self.buckets[::-1].index(unit)
 
     def wait_for_unshard(self, unit: Unit) -> None:
         is_away = unit.gathering is None or np.isnan(unit.parameters[0].data).all()

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from chapters.support.instruments import everywhere, same_bits, same_on_all_ranks
-from minipar.comm import Network, run_local, serial, wire_bytes
+from minipar.comm import Network, run_local, wire_bytes
 from minipar.memory import KINDS, MemoryLedger
+from minipar.more.hybrid import HybridComm
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel import grad_norm
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel, Unit
-from minipar.parallel.wrap import DataParallel, shard
+from minipar.parallel.wrap import shard
+from minipar.parallel.wrapper import DataParallel
 from minipar.parallel.zero import ZeroStage1
 
 # ---- what a run holds and sends --------------------------------------------------------------------------------------
@@ -33,13 +34,14 @@ class Run:
     losses: Sequence[float]
     norms: Sequence[float]
     ledger: MemoryLedger
+    held: dict[str, int]  # bytes by kind after the last step
     sent: dict[str, int]
     bits: np.ndarray
 
     @property
     def state(self) -> tuple[int, ...]:
         """Bytes of parameters, gradients and optimizer state after the step."""
-        return tuple(self.ledger.held[kind] for kind in KINDS[:3])
+        return tuple(self.held[kind] for kind in KINDS[:3])
 
     @property
     def model_state(self) -> int:
@@ -61,9 +63,11 @@ def watch(train: Callable[[], tuple[DataParallel, Any, Sequence[float], Sequence
         wrapper, optimizer, losses, norms = train()
     sent = {op: nbytes for (op, _), (_, nbytes) in wrapper.comm.traffic.counts.items() if nbytes}
     sent.pop("control", None)  # the first step compares the ranks' models
+    held = dict(ledger.held)
     parameters = wrapper.model.parameters()
     values = [wrapper.gather_parameter(parameter) for parameter in parameters]
-    return Run(wrapper, optimizer, losses, norms, ledger, sent, np.concatenate([*map(np.ravel, values), losses, norms]))
+    bits = np.concatenate([*map(np.ravel, values), losses, norms])
+    return Run(wrapper, optimizer, losses, norms, ledger, held, sent, bits)
 
 
 def expected_bytes(wrapper: DataParallel, microbatches: int = 1, reductions: int = 1) -> dict[str, int]:
@@ -128,7 +132,7 @@ def _step(comm: Any, stage: int, prefetch: bool, replicas: int) -> Step:
     for segment in model.segments[1:-1]:
         _charge(comm.tracer, segment, BLOCK, [p for p in segment.parameters if p.ndim == 2])
     _charge(comm.tracer, model.segments[-1], HEAD, [model.ln_f.weight])
-    wrapper = shard(model, comm, stage, replicas=replicas)
+    wrapper = shard(model, HybridComm(comm, replicas), stage)  # type: ignore[arg-type]
     wrapper.prefetch = prefetch  # type: ignore[attr-defined]  # stages 0 to 2 have nothing to prefetch
     comm.traffic.reset()
     start = comm.clock.now()
@@ -159,18 +163,11 @@ def _charge(tracer: Any, segment: Any, flops: int, matrices: Sequence[Any]) -> N
 # ---- planted mistakes ------------------------------------------------------------------------------------------------
 
 
-class OwnNorm(ZeroStage1):
-    """Mistake 1: the sum of squares over the chunks is taken on this rank alone."""
-
-    def clip_grad_norm(self, max_norm: float | None) -> float:
-        return grad_norm.clip_grad_norm(self.parameters(), max_norm, serial())
-
-
 class NoGather(ZeroStage1):
     """Mistake 2: nobody gathers the updated parameters."""
 
     def after_step(self) -> None:
-        self.guard.step_is_compared = True  # or the next loss would be refused
+        self.contract.compared = []  # or the next loss would be refused
 
 
 class OffByOne(ZeroStage1):
@@ -178,9 +175,11 @@ class OffByOne(ZeroStage1):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        for bucket, chunk in self.chunks.items():
+        self.contract.values = {}  # or a step would be refused, because the arrays are others
+        for bucket in self.buckets:
+            chunk = bucket.chunk
             first = max(bucket.own.start - 1, 0)
-            chunk.data = self.values[bucket][first : first + chunk.data.size]
+            chunk.data = bucket.values[first : first + chunk.data.size]
             start = 0
             for part in chunk.shards:
                 part.data = chunk.data[start : start + part.size]
@@ -194,18 +193,11 @@ class NeverFrees(FullyShardedDataParallel):
         super().__init__(*arguments, **options)
         for unit in self.buckets:
             unit.reshard = partial(keep, unit)  # type: ignore[method-assign]
-            unit.unshard = partial(gather_again, unit)  # type: ignore[method-assign]
 
 
 def keep(unit: Unit) -> None:
     """Forget that a unit is gathered, and leave its parameters as they are."""
     unit.gathering = None
-
-
-def gather_again(unit: Unit) -> None:
-    """Start to gather a unit, without the check that would refuse a parameter that still has values."""
-    if unit.gathering is None:
-        unit.gathering = unit.gather()
 
 
 def examine(run: Run, plain: Run, right: Run) -> set[str]:
@@ -220,6 +212,6 @@ def examine(run: Run, plain: Run, right: Run) -> set[str]:
         "ranks": same_on_all_ranks(comm, parameters),
         "bits": everywhere(comm, same_bits(run.bits, plain.bits)),
         "bytes": everywhere(comm, run.sent == right.sent),
-        "ledger": everywhere(comm, run.ledger.held == right.ledger.held),
+        "ledger": everywhere(comm, run.held == right.held),
     }
     return {instrument for instrument, is_content in content.items() if not is_content}

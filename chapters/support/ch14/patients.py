@@ -122,7 +122,7 @@ class ClipsEachStage(Trainer):
     """Chapter 9: each pipeline stage clips by the norm of its own gradients."""
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.norm_comm, self.mesh.tp, None)
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.comm, self.mesh.tp, None)
 
 
 class MultipliesExperts(Trainer):

@@ -1,27 +1,26 @@
 """A pipeline of stages that the user wrote, on the axes of a mesh."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import numpy as np
 
-from minipar.autograd import Tensor, packed, position_ids
+from minipar.autograd import Tensor, grad_enabled, packed, position_ids
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module, Segment
-from minipar.nn.optim_guards import check_gradients
-from minipar.nn.parameter import Owner, Parameter, owners_of
+from minipar.nn.parameter import Owner, Parameter
+from minipar.parallel.agreement import check_alike
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.guards import check_alike, check_names_over, check_parted, note_same_batch
 from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
 from minipar.parallel.placement import Replicate, Shard, attach_placements, placement_of, update
 from minipar.parallel.state import gather_state, local_part
-from minipar.parallel.step_guard import OptimizerGuard
 
 HEADER = 8  # int64 values ahead of each activation: dtype, number of dims, dims
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -37,11 +36,11 @@ class PipelineModule(Module, Owner):
     share a rank. UsageError if they do not divide evenly, and for a batch of fewer samples than
     microbatches.
 
-    Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, which is cut
-    into microbatches along dim 0, as are the ids of `packed`. The call returns the mean loss over
-    the targets of all replicas, the same on every rank, and leaves this replica's share of that
-    mean's gradient in the parameters. ZeroOptimizer sums the shares over mesh.dp. Between the call
-    and the optimizer's step, `clip_grad_norm` gives the norm and clips.
+    Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, which is cut into
+    microbatches along dim 0, as are the ids of `packed`. The call returns the mean loss over the
+    targets of all replicas, the same on every rank, and leaves this replica's share of that mean's
+    gradient in the parameters; under `no_grad` it runs forward alone. ZeroOptimizer sums the shares
+    over mesh.dp. Between the call and the optimizer's step, `clip_grad_norm` gives the norm and clips.
 
     Sends each activation, and its gradient back, once per microbatch and cut. A header of 64 bytes
     before each activation holds its shape. Three float64 values are all-reduced per step over dp,
@@ -98,23 +97,11 @@ class PipelineModule(Module, Owner):
             f"write {remedy} instead of AdamW(model.parameters(), ...)"
         )
 
-    def check_sum(self, group: Communicator) -> None:
-        """Raise ValueError if gradients would be summed over other ranks than those of mesh.dp."""
+    def check_sum(self, parameters: Sequence[Parameter], group: Communicator, is_complete: bool) -> None:
+        """Raise UsageError if gradients would be summed over other ranks than those of mesh.dp."""
         if group.ranks != self.mesh.dp.ranks:
-            replicas = self.mesh.dp.ranks
-            remedy = "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...)"
-            raise ValueError(
-                f"ZeroOptimizer over {group.axis}, ranks {group.ranks}: the replicas of this "
-                f"PipelineModule are those of mesh.dp, ranks {replicas}; write {remedy}"
-            )
-
-    def own_gradients(self) -> list[Parameter]:
-        """Return the parameters that have gradients. ValueError if a replica has a share of them."""
-        self.check_optimizer(self.parameters())
-        check_gradients(self.parameters(), "clip_grad_norm()")
-        for p in self.parameters():
-            p.fold_tied_gradients()
-        return [p for p in self.parameters() if p.grad is not None]
+            why = f"its replicas are those of mesh.dp, ranks {self.mesh.dp.ranks}"
+            raise UsageError(f"a PipelineModule summed over {group.axis}, ranks {group.ranks}: {why}")
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
         """Return the 2-norm of the whole gradient, the same on every rank; scale it down to `max_norm`.
@@ -123,16 +110,13 @@ class PipelineModule(Module, Owner):
         gradients over dp, which the step then need not do. Sends float64 values besides: over dp
         and tp one, over pp two per stage.
         """
-        summing = [owner for owner in owners_of(self.parameters()) if isinstance(owner, OptimizerGuard)]
-        summed = summing[0].optimizer.sum_gradients() if summing else self.own_gradients()
-        return clip_grad_norm(summed, max_norm, self.mesh.dp, self.mesh.tp, self.mesh.pp)
+        return clip_grad_norm(self.parameters(), max_norm, self.mesh.dp, self.mesh.tp, self.mesh.pp)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Collect the parameters of all stages, whole, on rank 0 of the mesh; the other ranks get {}.
 
-        All ranks call it. ValueError if the replicas have parted.
+        All ranks call it.
         """
-        check_parted(self.mesh.dp, [(placement_of(p).name, p.data) for p in self.parameters()])
         return gather_state(self, self.parameters(), self.mesh.world)
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
@@ -161,10 +145,7 @@ class PipelineModule(Module, Owner):
         return problems
 
     def _check_batch(self, x: Array, y: Array) -> None:
-        """Raise ValueError, in the first call, if a replica's ranks were given different batches.
-
-        Print a note if two replicas were given the same one.
-        """
+        """Raise UsageError, in the first call, if a replica's ranks were given different batches."""
         if not self._batch_checked:
             for comm in (self.mesh.tp, self.mesh.pp):
                 replica = f"the ranks of {comm.axis} compute one replica together"
@@ -174,8 +155,6 @@ class PipelineModule(Module, Owner):
                     f"{replica}, but were given different batches",
                     "cut the global batch by mesh.dp.rank alone",
                 )
-            if self.mesh.pp.rank == 0 and self.mesh.tp.rank == 0:
-                note_same_batch(self.mesh.dp, x, y)
             self._batch_checked = True
 
     @property
@@ -211,12 +190,36 @@ class PipelineModule(Module, Owner):
         def around(action: Action) -> AbstractContextManager[object]:
             return packed(documents[action.microbatch])
 
-        self.executor.run(lambda i: from_host(inputs[i]), loss, scale, around)
+        if grad_enabled.get():
+            self.executor.run(lambda i: from_host(inputs[i]), loss, scale, around)
+        else:
+            self.executor.run_forward(lambda i: from_host(inputs[i]), loss)
         mean = np.zeros(1)
         if last_stage is not None:
             loss_sum = dp.all_reduce(totals[:1].copy(), algorithm="ordered")
             mean[0] = float(loss_sum[0]) * scale
         return Tensor(self.mesh.pp.all_reduce(mean, algorithm="ordered")[0])
+
+
+def check_names_over(comm: Communicator, parameters: Sequence[Parameter]) -> None:
+    """Raise UsageError, on every rank, if parameters on two ranks of a pipeline are drawn by one name.
+
+    Sends the names as control data.
+    """
+    if comm.size == 1:
+        return
+    own = [p.drawn_by for p in parameters if p.drawn_by is not None]
+    first: dict[tuple[int, str], int] = {}
+    for rank, text in enumerate(comm.all_gather_bytes(json.dumps(own).encode())):
+        for seed, name in json.loads(text):
+            other = first.setdefault((seed, name), rank)
+            if other != rank:
+                where = f"on the pipeline's ranks {other} and {rank}"
+                remedy = "give each layer a name of its own"
+                raise UsageError(
+                    f'two parameters {where} are drawn by the name "{name}" and seed {seed}, '
+                    f"and so start from the same values: {remedy}"
+                )
 
 
 class _HeadedExecutor(PipelineExecutor):

@@ -1,7 +1,7 @@
 """Pipeline stages: consecutive segments of a model, cut by cost, and run by one rank's list."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -101,10 +101,14 @@ class PipelineStage:
         return y.data
 
     def backward(self, microbatch: int, gradient: Array) -> Array | None:
-        """Run the whole backward and return the gradient of the stage's input, None on the first stage."""
+        """Run the whole backward; return the gradient of the stage's input, None on the first stage."""
         x, y = self.alive.pop(microbatch)
         y.backward(gradient)
-        return x.grad if isinstance(x, Tensor) else None
+        if not isinstance(x, Tensor):
+            return None
+        # Targets of a wider dtype make the gradient wider; the stage before expects its result's dtype.
+        assert x.grad is not None
+        return x.grad.astype(x.dtype, copy=False)
 
     def backward_input(self, microbatch: int, gradient: Array) -> Array | None:
         """Run the half of backward that the previous stage waits for, and defer the weight gradients."""
@@ -168,6 +172,20 @@ class PipelineExecutor:
         for message in self._sent:
             message.wait()
         self._sent = []
+
+    def run_forward(self, tokens: Tokens, loss: Loss) -> None:
+        """Run the forwards of a step alone, for an evaluation; the arguments are those of `run`."""
+        for action in self.actions:
+            if action.kind == "F":
+                self._compute(action, tokens, loss, 1.0, lambda _: nullcontext())
+            elif action.kind in ("SEND_F", "RECV_F"):
+                self._message(action)
+        for message in self._sent:
+            message.wait()
+        self._sent = []
+        self._results = {}
+        for stage in self.stages.values():
+            stage.alive = {}
 
     def forward(self, tokens: Array) -> Tensor | None:
         """Run one sample, (1, T), through all stages, without a schedule; return the logits on the last stage's rank.

@@ -21,7 +21,7 @@ from minipar.nn.guards import check_columns
 from minipar.nn.layers import Embedding, Linear, as_tensor
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
-from minipar.parallel.guards import check_row_input, check_same_tokens
+from minipar.parallel.agreement import check_alike
 from minipar.parallel.placement import Placement, Shard, update
 from minipar.parallel.tensor import mappings
 from minipar.parallel.tensor.mappings import TensorGroup
@@ -158,8 +158,6 @@ class RowLinear(Module):
 
     def forward(self, x: Tensor | Array) -> Tensor:
         x = as_tensor(x, self.weight.dtype)
-        rows = self.weight.shape[1 if self.transposed else 0]
-        check_row_input(x.shape, rows, self.border.group.size)
         y = self.border.leave(linear(x, self.weight, None, self.transposed))
         # The bias is added after the sum. If every rank added it before, it would count t times.
         return y if self.bias is None else y + self.bias
@@ -183,7 +181,9 @@ class VocabEmbedding(Module):
     def forward(self, tokens: Array) -> Tensor:
         if not self.is_compared:
             self.is_compared = True
-            check_same_tokens(self.border.group.comm, tokens)
+            comm = self.border.group.comm
+            what = f"the ranks of {comm.axis} compute one model together, but were given different batches"
+            check_alike(comm, [("x", tokens)], what, "cut the global batch by mesh.dp.rank alone")
         rows = self.weight.shape[0]
         local = self.checked(tokens) - self.border.group.rank * rows
         is_own = (local >= 0) & (local < rows)

@@ -15,20 +15,21 @@ from numpy.typing import DTypeLike
 
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
-from minipar.errors import check_divides
+from minipar.errors import UsageError, check_divides
 from minipar.nn import llama
 from minipar.nn.layers import Dropout, Embedding, Linear, MaskSlice
 from minipar.nn.module import Module
 from minipar.nn.moe import MoE, moe_layers
-from minipar.nn.parameter import Owner, Parameter, Updating
+from minipar.nn.parameter import Owner, Parameter
 from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
 from minipar.parallel import placement
-from minipar.parallel.guards import check_same_start, check_tree
+from minipar.parallel.agreement import check_alike
 from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of, terms
 from minipar.parallel.split_guards import EXPERTS, ExpertGuard, check_expert_ranks, check_split, note_split
 from minipar.parallel.tensor import layers, tree_layers, vocabulary
 from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
 from minipar.parallel.tensor.mappings import TensorGroup
+from minipar.parallel.tree import check_tree
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,15 @@ class TensorParallel(Owner):
         self.partial: list[Parameter] = []
         self.is_summed = False  # whether this step has summed them
 
-    def before_step(self, optimizer: Updating, parameters: Sequence[Parameter]) -> None:
+    def check_sum(self, parameters: Sequence[Parameter], group: Communicator, is_complete: bool) -> None:
+        """Raise UsageError if data parallelism would sum a gradient before its terms are added over tp."""
+        if not is_complete:
+            name = placement_of(self.partial[0]).name
+            why = f"the gradient of {name} covers a part of the tokens, columns or heads on each rank of tp"
+            remedy = "tensor = mp.tensor_parallel(...), then mp.shard(..., before_reduce=tensor.sum_partial)"
+            raise UsageError(f"{why}: write {remedy}")
+
+    def before_step(self, parameters: Sequence[Parameter]) -> None:
         """Sum these gradients over the ranks, unless data parallelism has done so before."""
         if not self.is_summed:
             self.sum_partial(self.partial)
@@ -226,7 +235,9 @@ def tensor_parallel(
     are_apart = experts.size < comm.size
     check_shape(model.config, comm.size, etp=experts.size if are_apart else None)
     placement.attach_placements(model)
-    check_same_start(comm, model)
+    values = [(name, p.data) for name, p in model.named_parameters()]
+    what = "tensor_parallel: the ranks' models start from different values"
+    check_alike(comm, values, what, "give all ranks the same seed, and load the same state")
     note_split(model, "tensor_parallel", comm)
     if are_apart:
         note_split(model, EXPERTS, experts)

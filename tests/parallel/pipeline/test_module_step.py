@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minipar.autograd import packed, position_ids
+from minipar.autograd import no_grad, packed, position_ids
 from minipar.comm import DeviceMesh, run_local
 from minipar.nn import SGD, Linear, Module
 from minipar.parallel.pipeline.module import PipelineModule
@@ -196,3 +196,40 @@ def test_a_stage_may_start_with_a_split_layer_under_zb_h1(tp):
         return [p.grad.tobytes() for p in model.parameters()]
 
     assert run_local(2 * tp, rank, "zb-h1") == run_local(2 * tp, rank, "1f1b")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zbv"])
+def test_under_no_grad_it_evaluates(schedule):
+    """The loss is that of training; nothing has a gradient, no gradient is sent, and a step may follow."""
+
+    def rank(comm):
+        mesh = DeviceMesh(comm, dp=2, pp=2)
+        model = PipelineModule(stages(4 if schedule in ("interleaved-1f1b", "zbv") else 2), mesh, 2, schedule)
+        own = slice(2 * mesh.dp.rank, 2 * mesh.dp.rank + 2)
+        with no_grad():
+            evaluated = model(X[own], Y[own]).item()
+        sent = comm.traffic.messages("send")
+        assert all(p.grad is None for p in model.parameters())
+        comm.traffic.reset()
+        trained = model(X[own], Y[own]).item()
+        return evaluated, trained, sent, comm.traffic.messages("send")
+
+    results = run_local(4, rank)
+    assert len({loss for evaluated, trained, *_ in results for loss in (evaluated, trained)}) == 1
+    assert 0 < sum(sent for *_, sent, _ in results) < sum(sent for *_, sent in results)
+
+
+def test_a_batch_of_a_wider_dtype_trains_on_any_number_of_ranks():
+    """Layers are float32 by default, and NumPy's arrays float64: the gradient is sent in the activations' dtype."""
+
+    def rank(comm):
+        mesh = DeviceMesh(comm, pp=comm.size)
+        model = PipelineModule(stages(2, "float32"), mesh, 2)
+        loss = model(X, Y).item()
+        return loss, {placement_of(p).name: p.grad for p in model.parameters()}
+
+    (loss, expected), split = run_local(1, rank)[0], run_local(2, rank)
+    for own_loss, gradients in split:
+        assert own_loss == pytest.approx(loss, rel=1e-6)
+        for name, gradient in gradients.items():
+            np.testing.assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-6)

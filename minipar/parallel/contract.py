@@ -1,0 +1,203 @@
+"""The contract of data parallelism: mistakes that would train silently and wrongly are errors.
+
+A Contract is an owner of a strategy's parameters: backward's hooks and optimizers call it. It
+refuses a backward of a loss that was not divided by the targets of all ranks, a step before
+gradients are summed, gradients that are used twice, and an optimizer of the wrong parameters.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from minipar.autograd import Tensor, queue_callback
+from minipar.backend import xp
+from minipar.comm.communicator import Communicator
+from minipar.errors import UsageError
+from minipar.nn.module import Module
+from minipar.nn.parameter import Owner, Parameter, owners_of
+from minipar.parallel.agreement import check_alike
+from minipar.parallel.buckets import Bucket, Group, number_units
+from minipar.parallel.placement import attach_placements, placement_of
+
+FORGOTTEN = "backward() after optimizer.step() would add to used gradients: call optimizer.zero_grad()"
+PARTED = "every rank must do the same in every step, such as clip gradients and set the learning rate"
+DIFFERENT = "draw values by name (mp.Linear(..., name=...)) or from one seed, and load the same on all ranks"
+
+
+class Contract(Owner):
+    """The refusals of one strategy, which follow the calls of a script.
+
+    `given` is what this rank's optimizer must receive, `after_step` shares the updated values. The
+    parameters of the buckets `compared` must never differ between the ranks. `accumulates_sums` says
+    whether a step may add up the sums of several passes.
+    """
+
+    def __init__(
+        self, model: Module, given: Sequence[Parameter], compared: Sequence[Bucket],
+        after_step: Callable[[], None], accumulates_sums: bool,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.held = set(model.parameters())
+        self.given = set(given)
+        self.compared = compared
+        self.share_updates = after_step
+        self.accumulates_sums = accumulates_sums
+        self.is_sharded = not self.given <= self.held
+        self.holds_values = bool(compared)
+        self.leaves = [leaf for p in self.held for leaf in (p, *p.ties)]
+        in_place = self.given | self.held if compared else self.given
+        # The arrays in which the strategy has left the values that an optimizer changes.
+        self.values = {p: p.data for p in in_place} if self.is_sharded else {}
+        self.state = "none"  # gradients are none, local (not summed over the ranks yet), summed, or stepped
+        self.is_scaled = False  # inside a backward pass whose loss was divided by the targets of all ranks
+        self.losses = 0
+        self.updated: set[Parameter] = set()  # an optimizer has updated these with the gradients of now
+        for p in self.held | self.given:
+            p.owners.append(self)
+        for leaf in self.leaves:
+            leaf.register_post_accumulate_grad_hook(self.on_gradient)
+
+    # ---- what the strategy says
+
+    def before_loss(self) -> None:
+        """Compare the ranks' parameters before losses 2, 4, 8, ... UsageError, on every rank, if they differ.
+
+        UsageError too if the model has other parameters than when it was wrapped. Sends checksums,
+        which are not counted.
+        """
+        self.is_scaled = False  # a backward pass that failed has left it True
+        if set(self.model.parameters()) != self.held:
+            remedy = "build the whole model first, then wrap it and make its optimizer"
+            raise UsageError(f"the model has other parameters than when it was wrapped: {remedy}")
+        self.losses += 1
+        if self.losses > 1 and self.losses.bit_count() == 1:
+            for bucket in self.compared:
+                check_same_values(bucket.parameters, bucket.comm, "the ranks' parameters have parted", PARTED)
+
+    def begin_pass(self) -> None:
+        """Note that backward of a scaled loss begins. RuntimeError if it would add to gradients that are used up."""
+        if any(p.grad is not None for p in (*self.leaves, *self.given)):
+            if self.state == "stepped":
+                raise RuntimeError(FORGOTTEN)
+            if self.state == "summed" and not self.accumulates_sums:
+                why = "backward() would add to gradients that were summed over the ranks, and sum them again"
+                remedy = "run all microbatches of a step but the last inside `with wrapper.no_sync():`"
+                raise RuntimeError(f"{why}: {remedy}")
+        self.is_scaled = True
+
+    def begin_backward(self) -> None:
+        """Note the same of the backward pass that is running, until it ends."""
+        self.begin_pass()
+        queue_callback(self.end_pass)
+
+    def end_pass(self) -> None:
+        self.is_scaled = False
+
+    @contextmanager
+    def scaled_backward(self) -> Iterator[None]:
+        """Allow backward of a loss that the caller divided by the targets of all ranks."""
+        self.begin_pass()
+        try:
+            yield
+        finally:
+            self.end_pass()
+
+    def after_sum(self) -> None:
+        """Note that the gradients are summed over the ranks."""
+        self.state = "summed"
+        self.updated = set()
+
+    # ---- what backward and the optimizers say
+
+    def on_gradient(self, leaf: Tensor) -> None:
+        """Note that a gradient has arrived. RuntimeError in a pass that nobody has scaled."""
+        if not self.is_scaled:
+            why = "backward() of a loss that was not divided by the targets of all ranks"
+            remedy = "use wrapper.loss(x, y), or scale the loss and run backward inside `wrapper.scaled_backward()`"
+            raise RuntimeError(f"{why}: {remedy}")
+        self.state = "local"
+
+    def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
+        """Raise ValueError if an optimizer holds parameters of the model that the strategy does not give it."""
+        wrong = [p for p in parameters if self in p.owners and p not in self.given]
+        if wrong:
+            why = f"the optimizer holds {placement_of(wrong[0]).name}, but each rank updates its own shards"
+            raise ValueError(f"{why}: write AdamW(wrapper.parameters()) instead of AdamW(model.parameters())")
+
+    def check_sum(self, parameters: Sequence[Parameter], group: Communicator, is_complete: bool) -> None:
+        """Raise UsageError: the strategy sums these gradients already."""
+        raise UsageError("the model has a wrapper already: use that one, or make a new model")
+
+    def sum_gradients(self) -> None:
+        """Raise RuntimeError if the gradients are not summed over the ranks yet."""
+        if self.state == "local":
+            why = "gradients were not summed over the ranks"
+            remedy = "run the last backward outside `no_sync` (after scaled_backward: wrapper.synchronize())"
+            raise RuntimeError(f"{why}: {remedy}")
+
+    def before_step(self, parameters: Sequence[Parameter]) -> None:
+        """Raise RuntimeError if gradients are not summed yet, or used up, UsageError if `p.data` was replaced."""
+        self.sum_gradients()
+        own = self.given.intersection(parameters)
+        if own & self.updated:
+            remedy = "call zero_grad() and backward() between two steps, and make one optimizer"
+            raise RuntimeError(f"optimizer.step() twice with the gradients of one backward(): {remedy}")
+        self.updated |= own
+        for p, data in self.values.items():
+            if p.data is not data:
+                name = placement_of(p).name
+                raise UsageError(
+                    f"{name}.data was replaced after wrapping, unseen: write p.data[...] = values"
+                )
+
+    def after_step(self) -> None:
+        """Let the strategy share the updates."""
+        self.share_updates()
+        self.state = "stepped"
+
+    def forget_gradients(self) -> None:
+        """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
+        self.state = "none"
+        self.updated = set()
+        if (
+            self.is_sharded
+        ):  # the caller has forgotten the gradients of the shards, or of the whole parameters
+            for p in (*self.leaves, *self.given):
+                p.grad = None
+
+
+def place_groups(model: Module, groups: Sequence[Group], is_complete: bool) -> None:
+    """Record the placement and the unit of each parameter, before a strategy wraps the model.
+
+    UsageError for two layers of one name, and as `check_groups` says.
+    """
+    attach_placements(model)
+    check_groups(groups, is_complete)
+    for p in model.parameters():
+        for leaf in (p, *p.ties):
+            leaf.grad_dtype = xp.promote_types(p.dtype, "float32")  # sums of 2 bytes would be too coarse
+
+
+def check_groups(groups: Sequence[Group], is_complete: bool) -> None:
+    """Number the units and forget old gradients. All ranks call it.
+
+    UsageError if the ranks of a group hold different values, if an owner of the parameters sums
+    these gradients otherwise, and for frozen parameters and several dtypes, which one flat array
+    cannot hold. `is_complete` says whether terms that other axes leave are added before the sum.
+    """
+    number_units([parameters for parameters, _ in groups])
+    for parameters, comm in groups:
+        for owner in owners_of(parameters):
+            owner.check_sum(parameters, comm, is_complete)
+        names = [placement_of(p).name for p in parameters if not p.requires_grad]
+        dtypes = {str(p.dtype) for p in parameters}
+        if names or len(dtypes) > 1:
+            given = f"frozen: {names}, dtypes: {sorted(dtypes)}"
+            raise UsageError(f"a wrapper trains all parameters in one dtype ({given})")
+        check_same_values(parameters, comm, f"the ranks of {comm.axis} hold different models", DIFFERENT)
+        for p in parameters:
+            p.zero_grad()  # the first step's gradient would be added to it
+
+
+def check_same_values(parameters: Sequence[Parameter], comm: Communicator, what: str, remedy: str) -> None:
+    """Raise UsageError, on every rank of `comm`, if they hold other values of these parameters."""
+    check_alike(comm, [(placement_of(p).name, p.data) for p in parameters], what, remedy)

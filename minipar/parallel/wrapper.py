@@ -1,0 +1,127 @@
+"""The functions that a script calls of a wrapped model: the same at every ZeRO stage, in PyTorch's terms."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+from minipar.autograd import Tensor
+from minipar.backend import Array
+from minipar.comm.communicator import Communicator
+from minipar.comm.work import Work
+from minipar.nn.module import Module
+from minipar.nn.parameter import Parameter
+from minipar.parallel.buckets import BackwardHooks, Bucket, Group, by_unit
+from minipar.parallel.contract import Contract, place_groups
+from minipar.parallel.loss import global_mean_loss
+
+AnyBucket = TypeVar("AnyBucket", bound=Bucket)
+
+
+class DataParallel(Generic[AnyBucket]):
+    """A model over the ranks of `comm`, each of which has other samples. Its subclasses are the strategies.
+
+    Each of `groups` (parameters, ranks that hold them), or each unit of the model, becomes a bucket,
+    which travels in one message. `before_reduce(parameters)` is called before each sum. A strategy
+    says what a bucket is (`make_bucket`), how its gradients are summed (`reduce`), and what follows
+    the sums and the optimizer's step.
+    """
+
+    accumulates_sums = False  # True if a step may add up the sums of several backward passes
+    holds_values = True  # False if parameters are freed between passes
+
+    def __init__(
+        self, model: Module, comm: Communicator, algorithm: str = "ring", *,
+        groups: Sequence[Group] | None = None,
+        before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
+    ) -> None:  # fmt: skip
+        if groups is None:
+            groups = [(unit, comm) for unit in by_unit(model)]
+        place_groups(model, groups, before_reduce is not None)
+        self.model = model
+        self.comm = comm
+        self.algorithm = algorithm
+        self.before_reduce = before_reduce
+        self.works: list[Work] = []  # the sums under way
+        buckets = [self.make_bucket(parameters, ranks) for parameters, ranks in groups]
+        self.buckets = buckets[::-1]  # backward completes the last parameters first
+        # Its hooks run before those that send, so that it refuses first.
+        compared = buckets if self.holds_values else []
+        self.contract = Contract(model, self.parameters(), compared, self.after_step, self.accumulates_sums)
+        self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
+
+    # ---- what each strategy defines
+
+    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> AnyBucket:
+        """Make the bucket of a group, with the memory that it keeps between steps."""
+        raise NotImplementedError
+
+    def parameters(self) -> list[Parameter]:
+        """Return what this rank's optimizer must receive, in the model's order."""
+        raise NotImplementedError
+
+    def reduce(self, bucket: AnyBucket) -> None:
+        """Start the sum of a bucket's gradients, and return at once, so that backward goes on."""
+        raise NotImplementedError
+
+    def after_sums(self) -> None:
+        """Make the sums, which have arrived, the gradients of `parameters()`."""
+
+    def after_step(self) -> None:
+        """Make the updated values visible to the model of every rank."""
+
+    def gather_parameter(self, parameter: Parameter) -> Array:
+        """Return all values of a parameter on every rank. All ranks call it."""
+        return parameter.data
+
+    def run_model(self, function: Callable[..., Any], *inputs: Array) -> Any:
+        """Run the model, or its loss."""
+        return function(*inputs)
+
+    # ---- what a script calls
+
+    def __call__(self, *inputs: Array) -> Any:
+        return self.run_model(self.model, *inputs)
+
+    def loss(self, x: Array, y: Array) -> Tensor:
+        """Return the mean loss over the targets of all ranks. All ranks call it; see loss.py."""
+        self.contract.before_loss()
+        count = self.model.target_count(y)
+        begin = self.contract.begin_backward
+        return global_mean_loss(self.loss_sum(x, y), count, self.comm, begin, self.after_backward)
+
+    def loss_sum(self, x: Array, y: Array) -> Tensor:
+        """Return this rank's loss, summed over its targets, for a script that scales it: see `scaled_backward`."""
+        return self.run_model(self.model.loss_sum, x, y)
+
+    def after_backward(self) -> None:
+        """Finish the sums, unless inside `no_sync`. Each loss of a pass queues this; later calls find no gradients."""
+        if self.hooks.enabled and self.hooks.has_gradients:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Send the remaining buckets; wait until all gradients are sums over all ranks. Backward ends with this."""
+        self.hooks.finish()
+        for work in self.works:
+            work.wait()
+        self.works = []
+        self.after_sums()
+        self.contract.after_sum()
+
+    def complete(self, bucket: Bucket) -> Array:
+        """Return the whole gradient of a bucket, with all terms that this rank adds before the sum."""
+        gradient = bucket.complete()
+        if self.before_reduce is not None:
+            self.before_reduce(bucket.parameters)
+        return gradient
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward accumulate and send nothing: for all microbatches but the last."""
+        return self.hooks.no_sync()
+
+    def scaled_backward(self) -> AbstractContextManager[None]:
+        """Allow backward of a loss that the caller has scaled; call `synchronize` afterwards."""
+        return self.contract.scaled_backward()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, before the first microbatch of a step."""
+        self.model.zero_grad()
