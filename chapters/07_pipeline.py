@@ -541,7 +541,7 @@ if rank == 0:
 # one device too.
 
 # %%
-from minipar.parallel.pipeline.stage import PipelineParallel
+from minipar.parallel.pipeline.model import PipelineParallel
 
 if rank == 0:
     show_source(PipelineParallel.fetch_tied_gradient)

@@ -163,7 +163,8 @@ if rank == 0:
 from chapters.support.ch09 import eight
 from chapters.support.ch09.eight import args_of, on_eight, trainer_on
 from minipar.bench.layouts import step_layout
-from minipar.parallel.placement import BucketSlice, Partial, Placements, Shard
+from minipar.parallel.placement import BucketSlice, Partial, Shard
+from minipar.parallel.placement_table import Placements
 
 MINE = eight.layout_of(size)  # the layout of the ranks that mpirun started
 GRID = "--dp 2 --tp 2 --pp 2 --microbatches 4 --global-batch 8"

@@ -36,7 +36,7 @@ from .parallel.expert import expert_parallel as expert_parallel
 from .parallel.fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from .parallel.grad_norm import clip_grad_norm as clip_grad_norm
 from .parallel.pipeline.module import PipelineModule as PipelineModule
-from .parallel.placement import placements as placements
+from .parallel.placement_table import placements as placements
 from .parallel.state import gather_state as gather_state
 from .parallel.tensor.plan import tensor_parallel as tensor_parallel
 from .parallel.tensor.user_layers import ColumnParallelLinear as ColumnParallelLinear

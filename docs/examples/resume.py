@@ -20,7 +20,7 @@ def train(world, first, folder):
         optimizer.lr = 1e-2 * min(1, (step + 1) / 5)  # the schedule
         x = np.random.default_rng(step).integers(0, 12, (16, 8))[mesh.dp.rank :: mesh.dp.size]
         loss = model(x, (x + 1) % 12)
-        model.clip_grad_norm(1.0)  # by the norm over all axes, which it returns
+        mp.clip_grad_norm(model.parameters(), 1.0, mesh.dp, mesh.tp, mesh.pp)  # by the norm over all axes
         optimizer.step()
         optimizer.zero_grad()
         if world.rank == 0:

@@ -11,7 +11,8 @@ from minipar.autograd import Tensor
 from minipar.backend import Array, xp
 from minipar.memory import hold
 from minipar.nn.parameter import Parameter
-from minipar.parallel.pipeline.stage import TIED_GRADIENT, PipelineParallel
+from minipar.parallel.pipeline.model import PipelineParallel
+from minipar.parallel.pipeline.stage import TIED_GRADIENT
 from minipar.parallel.tensor.plan import TensorParallel
 from minipar.parallel.tree import TreeSum
 

@@ -9,8 +9,9 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.pipeline.actions import Schedule
-from minipar.parallel.pipeline.stage import balanced_cuts, segment_groups
-from minipar.parallel.placement import BucketSlice, Placement, Placements
+from minipar.parallel.pipeline.model import balanced_cuts, segment_groups
+from minipar.parallel.placement import BucketSlice, Placement
+from minipar.parallel.placement_table import Placements
 from minipar.parallel.tensor.plan import tensor_placement
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from minipar.backend import Array, xp
 from minipar.comm.algorithms import chunk_bounds
-from minipar.errors import UsageError
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter, check_names
 
@@ -177,57 +176,6 @@ class Placement:
         if self.tp.ranks * copies == 1:
             return self.name
         return f"{self.name}, tp rank {self.tp.rank * copies + self.tp.copy} of {self.tp.ranks * copies}"
-
-    def cells(self) -> list[str]:
-        """Return this line of the table that `placements` prints."""
-        ep = "-" if self.ep is None else str(self.ep)
-        chunk = "-"
-        if self.dp is not None:
-            chunk = f"{self.dp.own.start}:{self.dp.own.stop} of {self.dp.size}"
-        return [self.name, str(self.shape), str(self.tp), str(self.pp), ep, chunk]
-
-
-class Placements(list[Placement]):
-    """The placements of a model's parameters on one rank; printed, a table."""
-
-    HEAD = ("name", "shape", "tp", "pp", "ep", "dp chunk")
-
-    def __str__(self) -> str:
-        rows = [self.HEAD, *(placement.cells() for placement in self)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(self.HEAD))]
-        lines = []
-        for row in rows:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-def placements(model: Module) -> Placements:
-    """Return the placements of a model's parameters on this rank, in order; printed, a table.
-
-    The columns tp, pp and ep are what these axes do to the parameter. `dp chunk` are the elements
-    of this rank's part that its optimizer owns. UsageError for a wrapper instead of its model.
-    Sends nothing.
-    """
-    check_module(model)
-    found = Placements()
-    for name, parameter in model.named_parameters():
-        placement = parameter.placement
-        if placement is None:
-            placement = Placement(name, parameter.shape)
-        elif not placement.name:  # a layer that was made parallel outside of a model
-            placement = replace(placement, name=name)
-        found.append(placement)
-    return found
-
-
-def check_module(model: object) -> None:
-    """Raise UsageError for a wrapper, or anything else that is no Module."""
-    if not isinstance(model, Module):
-        what = f"placements of a {type(model).__name__}"
-        raise UsageError(f"{what}: give the model that it wraps, an mp.Module")
 
 
 def attach_placements(model: Module) -> None:

@@ -16,7 +16,7 @@ class ZeroOptimizer(Owner):
 
         optimizer = ZeroOptimizer(model.parameters(), AdamW, mesh.dp, lr=1e-3)
         loss = model(x, y)             # gradients of this replica's share of the global mean
-        model.clip_grad_norm(1.0)      # if wanted: it sums them over dp already
+        clip_grad_norm(model.parameters(), 1.0, mesh.dp, mesh.tp, mesh.pp)     # if wanted: sums them over dp already
         optimizer.step()               # sums them over dp, updates this rank's shard, gathers the parameters
         optimizer.zero_grad()
 

@@ -5,7 +5,7 @@ dp.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minipar.parallel.pipeline.stage import balanced_cuts
+from minipar.parallel.pipeline.model import balanced_cuts
 from minipar.plan.cluster import Cluster
 from minipar.plan.compute import UnitTime, unit_times
 from minipar.plan.layout import Layout

@@ -14,8 +14,9 @@ from minipar.nn.transformer import LanguageModel
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.context import context_parallel
 from minipar.parallel.expert import expert_parallel
+from minipar.parallel.pipeline.model import PipelineParallel, segment_groups
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, PipelineStage, segment_groups
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage
 from minipar.parallel.tensor.plan import TensorParallel, tensor_parallel
 from minipar.parallel.token_order import ContextParallel
 from minipar.parallel.tree import leaf_count

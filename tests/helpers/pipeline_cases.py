@@ -7,7 +7,8 @@ import numpy as np
 
 from minipar.comm import run_local
 from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
-from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage, balanced_cuts, cut
+from minipar.parallel.pipeline.model import balanced_cuts, cut
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage
 
 B, T, H, V = 2, 5, 8, 13  # samples per microbatch, sequence, hidden, vocabulary: no two sizes alike
 TEXT = np.random.Generator(np.random.Philox(11)).integers(0, V, (16, B, T + 1))

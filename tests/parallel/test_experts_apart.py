@@ -12,7 +12,7 @@ from minipar.nn import Mixtral, MixtralConfig
 from minipar.parallel.context import context_parallel
 from minipar.parallel.expert import expert_parallel
 from minipar.parallel.layout import StepLayout
-from minipar.parallel.placement import placements
+from minipar.parallel.placement_table import placements
 from minipar.parallel.state import gather_state
 from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.parallel.traffic import norm_bytes, tp_bytes

@@ -7,7 +7,7 @@ from training import config_for, gradient_of, text
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.ddp import DistributedDataParallel
-from minipar.parallel.pipeline.stage import segment_groups
+from minipar.parallel.pipeline.model import segment_groups
 from minipar.parallel.placement import Partial
 from minipar.train.parallelize import parallelize
 

@@ -9,7 +9,7 @@ from chapters.support.training import make_trainer
 from minipar.bench.pipeline import timeline_of
 from minipar.comm import Communicator, ModelClock, Network
 from minipar.parallel.pipeline.actions import Durations, Slot, Timeline
-from minipar.parallel.pipeline.stage import balanced_cuts
+from minipar.parallel.pipeline.model import balanced_cuts
 from visualize.boxes import action_of
 from visualize.timeline import COMPUTATION, Trace
 

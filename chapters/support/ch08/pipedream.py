@@ -29,8 +29,9 @@ from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.optim import AdamW
 from minipar.nn.parameter import Parameter
 from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.model import balanced_cuts, cut, segment_groups
 from minipar.parallel.pipeline.schedules import one_f_one_b
-from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage, balanced_cuts, cut, segment_groups
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage
 
 Batch = Callable[[int], tuple[np.ndarray, np.ndarray]]  # microbatch -> tokens and targets, (B, T) each
 MakeOptimizer = Callable[[list[Parameter]], AdamW]

@@ -15,7 +15,6 @@ from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel.agreement import check_alike
-from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
@@ -102,15 +101,6 @@ class PipelineModule(Module, Owner):
         if group.ranks != self.mesh.dp.ranks:
             why = f"its replicas are those of mesh.dp, ranks {self.mesh.dp.ranks}"
             raise UsageError(f"a PipelineModule summed over {group.axis}, ranks {group.ranks}: {why}")
-
-    def clip_grad_norm(self, max_norm: float | None) -> float:
-        """Return the 2-norm of the whole gradient, the same on every rank; scale it down to `max_norm`.
-
-        Call it between `model(x, y)` and `optimizer.step()`. With ZeroOptimizer it sums the
-        gradients over dp, which the step then need not do. Sends float64 values besides: over dp
-        and tp one, over pp two per stage.
-        """
-        return clip_grad_norm(self.parameters(), max_norm, self.mesh.dp, self.mesh.tp, self.mesh.pp)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Collect the parameters of all stages, whole, on rank 0 of the mesh; the other ranks get {}.

@@ -1,9 +1,8 @@
-"""Pipeline stages: consecutive segments of a model, cut by cost, and run by one rank's list."""
+"""Pipeline stages: consecutive segments of a model, run by one rank's list of actions."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from numpy.typing import DTypeLike
@@ -14,13 +13,9 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.operation import USER_TAGS
 from minipar.comm.work import Work
 from minipar.errors import UsageError
-from minipar.memory import hold
 from minipar.nn.module import Segment
-from minipar.nn.parameter import Parameter
-from minipar.nn.transformer import LanguageModel
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.check import lower
-from minipar.parallel.placement import attach_placements, update
 
 # The tags of the token embedding's messages, which two stages need, and the schedule's first tag.
 TIED_GRADIENT = 0
@@ -31,50 +26,6 @@ Key = tuple[int, str, int]  # a result's: the stage that uses it, direction (F o
 Tokens = Callable[[int], Array]
 Loss = Callable[[int, Tensor], Tensor]
 Around = Callable[[Action], AbstractContextManager[object]]
-
-
-def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the number of segments of each stage such that the largest stage's cost is smallest.
-
-    The embedding belongs to the first stage and the head to the last. UsageError if there are fewer
-    blocks than stages.
-    """
-    blocks = len(costs) - 2
-    if blocks < stages:
-        least = f"the pipeline's {stages} stages: each has at least one"
-        raise UsageError(f"layers {blocks} are fewer than {least}")
-    load = [*costs[1:-1]]
-    load[0] += costs[0]
-    load[-1] += costs[-1]
-    # best[n] is the best cut of the first n blocks into the stages so far: the largest stage's load,
-    # and the blocks of each stage.
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for _ in range(stages):
-        longer: dict[int, tuple[float, list[int]]] = {}
-        for n in range(1, blocks + 1):
-            for k, (largest, counts) in best.items():
-                if k >= n:
-                    break
-                cost = max(largest, sum(load[k:n]))
-                if n not in longer or cost < longer[n][0]:
-                    longer[n] = (cost, [*counts, n - k])
-        best = longer
-    counts = best[blocks][1]
-    counts[0] += 1
-    counts[-1] += 1
-    return counts
-
-
-def cut(model: LanguageModel, counts: Sequence[int]) -> list[list[Segment]]:
-    """Cut the model's segments into stages of these lengths.
-
-    UsageError if they do not add up to the model.
-    """
-    if sum(counts) != len(model.segments) or min(counts) < 1:
-        whole = f"the model's {len(model.segments)} segments"
-        raise UsageError(f"stages of {list(counts)} segments do not cut {whole}")
-    segments = iter(model.segments)
-    return [list(islice(segments, count)) for count in counts]
 
 
 class PipelineStage:
@@ -257,85 +208,3 @@ class PipelineExecutor:
 
     def _send(self, key: Key, array: Array, peer: int, tag: int) -> None:
         self._sent.append(self.comm.isend(array, peer, tag))
-
-
-def segment_groups(model: LanguageModel) -> list[list[Parameter]]:
-    """Group the parameters by segment, each in the first segment that uses it.
-
-    A tied head's group is the last norm.
-    """
-    seen: set[Parameter] = set()
-    groups = []
-    for segment in model.segments:
-        group = [p for p in segment.parameters if p not in seen]
-        groups.append(group)
-        seen.update(group)
-    return groups
-
-
-class PipelineParallel:
-    """This rank's share of a model on the ranks of `comm`.
-
-    `stages` are this rank's, by number, and `groups` their parameters, by segment, which data
-    parallelism sends together.
-
-    The token embedding belongs to the first stage. If the head is tied and on another rank, that
-    rank (`borrower`, else None) keeps a copy of the values. The head's gradient is sent to the first
-    stage, where the two gradients are added as on one device, and the updated weight is sent back:
-    V h elements each way per step. NB: Megatron-LM all-reduces the two copies' gradients (Narayanan
-    et al. 2021), so both ranks need the optimizer.
-    """
-
-    def __init__(self, model: LanguageModel, comm: Communicator, schedule: Schedule, length: int) -> None:
-        if len(schedule.ranks) != comm.size:
-            ranks = f"{len(schedule.ranks)} ranks"
-            raise UsageError(f"schedule {schedule.name} is for {ranks}, but pp = {comm.size}")
-        self.model = model
-        self.comm = comm
-        counts = balanced_cuts(model.config.segment_flops(length), schedule.stages)
-        self.stages: dict[int, PipelineStage] = {}
-        homes: list[int] = []  # the rank of each segment
-        for s, segments in enumerate(cut(model, counts)):
-            homes += [schedule.home[s]] * len(segments)
-            if schedule.home[s] == comm.rank:
-                self.stages[s] = PipelineStage(segments)
-        self.first = homes[0]
-        self.last = homes[-1]
-        attach_placements(model)
-        self.groups: list[list[Parameter]] = []
-        for i, group in enumerate(segment_groups(model)):
-            for p in group:
-                update(p, pp=homes[i], unit=i, units=len(model.segments))
-            if homes[i] == comm.rank:
-                self.groups.append(group)
-        is_lent = model.head_weight is not None and self.first != self.last
-        self.borrower = self.last if is_lent else None
-        if comm.rank == self.borrower:
-            model.token_embedding.materialize()
-            hold("buffers", model.token_embedding.data)
-
-    def fetch_tied_gradient(self) -> None:
-        """Send the head's gradient of the token embedding from the last stage to the first.
-
-        It is complete after all backwards.
-        """
-        weight = self.model.token_embedding
-        leaf = self.model.head_weight
-        if leaf is None or self.borrower is None:
-            return
-        if self.comm.rank == self.borrower:
-            self.comm.isend(leaf.grad, self.first, TIED_GRADIENT).wait()
-        elif self.comm.rank == self.first:
-            gradient = xp.empty(weight.shape, dtype=leaf.grad_dtype)
-            leaf.grad = self.comm.irecv(gradient, self.borrower, TIED_GRADIENT).wait()
-
-    def send_tied_weight(self, whole: Callable[[Parameter], Array]) -> None:
-        """Send the updated token embedding from the first stage to the last.
-
-        whole(p) returns all values of p.
-        """
-        weight = self.model.token_embedding
-        if self.borrower is not None and self.comm.rank == self.first:
-            self.comm.isend(whole(weight), self.borrower, TIED_WEIGHT).wait()
-        elif self.comm.rank == self.borrower:
-            self.comm.irecv(weight.data, self.first, TIED_WEIGHT).wait()

@@ -45,6 +45,10 @@ def make(comm, axes, optimizer=AdamW, **options):
     return mesh, model, ZeroOptimizer(model.parameters(), optimizer, mesh.dp, **options)
 
 
+def clip(model, mesh, max_norm):
+    return mp.clip_grad_norm(model.parameters(), max_norm, mesh.dp, mesh.tp, mesh.pp)
+
+
 def size_of(axes):
     return int(np.prod(list(axes.values()), initial=1))
 
@@ -55,7 +59,7 @@ def run(comm, axes, max_norm=None):
     norms = []
     for step in range(STEPS):
         model(*batch(step, mesh))
-        norms.append(model.clip_grad_norm(max_norm))
+        norms.append(clip(model, mesh, max_norm))
         optimizer.step()
         optimizer.zero_grad()
     return norms, model.state_dict()
@@ -89,7 +93,7 @@ def test_clipping_trains_what_one_device_trains(axes, max_norm):
 def train(mesh, model, optimizer, steps):
     for step in steps:
         model(*batch(step, mesh))
-        model.clip_grad_norm(0.5)
+        clip(model, mesh, 0.5)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -14,8 +14,9 @@ from minipar.autograd import Tensor, flop_counter
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig, Llama, LlamaConfig
+from minipar.parallel.pipeline.model import PipelineParallel, balanced_cuts, cut
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.stage import PipelineParallel, PipelineStage, balanced_cuts, cut
+from minipar.parallel.pipeline.stage import PipelineStage
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------
 
