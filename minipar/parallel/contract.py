@@ -144,10 +144,8 @@ class Contract(Owner):
         self.updated |= own
         for p, data in self.values.items():
             if p.data is not data:
-                name = placement_of(p).name
-                raise UsageError(
-                    f"{name}.data was replaced after wrapping, unseen: write p.data[...] = values"
-                )
+                what = f"{placement_of(p).name}.data was replaced after wrapping"
+                raise UsageError(f"{what}, where no step sees it: write p.data[...] = values")
 
     def after_step(self) -> None:
         """Let the strategy share the updates."""
@@ -158,9 +156,8 @@ class Contract(Owner):
         """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
         self.state = "none"
         self.updated = set()
-        if (
-            self.is_sharded
-        ):  # the caller has forgotten the gradients of the shards, or of the whole parameters
+        # The caller has forgotten the gradients of the shards, or those of the whole parameters.
+        if self.is_sharded:
             for p in (*self.leaves, *self.given):
                 p.grad = None
 
