@@ -161,7 +161,8 @@ def test_ch05_fully_shard_trains_the_same_weights():
             optimizer.step()
             optimizer.zero_grad()
         state = sum(array.nbytes for array in (*optimizer.exp_avg, *optimizer.exp_avg_sq))
-        return fsdp.state_dict(), sum(p.data.nbytes for p in fsdp.parameters()), state
+        whole = mp.gather_state(model, fsdp.parameters(), comm)
+        return whole, sum(p.data.nbytes for p in fsdp.parameters()), state
 
     ranks = run_local(2, train)
     weights = np.concatenate([ranks[0][0][f"layer_{i}.weight"].reshape(-1) for i in range(layers)])
