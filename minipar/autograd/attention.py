@@ -13,9 +13,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import DTypeLike
 
+from minipar.autograd.checks import refuse_dropout
 from minipar.autograd.documents import Document, documents_of, other_documents, packed_ids
 from minipar.autograd.fused import product
-from minipar.autograd.guards import refuse_dropout
 from minipar.autograd.heads import empty_heads, group_heads, join_heads, separate_heads, split_heads
 from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Function, Tensor

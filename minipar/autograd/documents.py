@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from minipar.autograd import modes
-from minipar.autograd.guards import check_packed_shape, check_position_ids
+from minipar.autograd.checks import check_packed_shape, check_position_ids
 from minipar.backend import Array, from_host, setting, xp
 
 Document: TypeAlias = tuple[slice, slice]  # its sample, and its tokens in the sample

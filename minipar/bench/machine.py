@@ -267,7 +267,7 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
 
 def _build(shape: Shape) -> tuple[GPT, Any]:
     config = GPTConfig(shape.vocab_size, shape.seq_len, shape.hidden, BLOCKS, shape.heads)
-    model = GPT(config, deferred=True)
+    model = GPT(config)
     if shape.tp == 1:
         return model, shard(model, serial(), 0)
     group: Any = LocalGroup(shape.tp)

@@ -10,15 +10,23 @@ from typing import Any
 import numpy as np
 
 from minipar.autograd import IGNORE_INDEX, Tensor
-from minipar.backend import Array, from_host, to_host
-from minipar.nn.guards import array_of, check_state, listed, refuse_set
+from minipar.backend import Array, from_host, to_host, xp
 from minipar.nn.parameter import Parameter, check_holds_values, owners_of, zero_grad
+
+SHOWN = 3  # differences in an error; of more, their number is
+
+
+def array_of(batch: Any) -> Array:
+    """Return a batch as an array: a list or a tensor of torch is copied. TypeError for a Tensor."""
+    if isinstance(batch, xp.ndarray | np.ndarray):
+        return batch
+    return np.asarray(batch)
 
 
 class Module:
     """A callable with parameters: its attributes that are Parameters or Modules, or lists, tuples, dicts of these.
 
-    Lists, tuples and dicts may be nested. A set has no order, and is refused.
+    Lists, tuples and dicts may be nested. NB: a set has no order, so its members are not found.
     """
 
     # The strategies that have split the module, and their ranks.
@@ -26,6 +34,17 @@ class Module:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        """List the modules and the parameters' shapes as a tree."""
+        lines = [type(self).__name__]
+        for name, item in self._items():
+            text = repr(item)
+            if isinstance(item, Parameter):
+                text = str(item.shape)
+            text = text.replace("\n", "\n  ")  # two more columns
+            lines.append(f"  {name}: {text}")
+        return "\n".join(lines)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{type(self).__name__} does not define forward")
@@ -50,7 +69,7 @@ class Module:
 
     def loss(self, x: Array, y: Array) -> Tensor:
         """Return the mean loss over the targets that count."""
-        y = array_of("targets", y)
+        y = array_of(y)
         mean = self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))
         for owner in owners_of(self.parameters()):
             mean = owner.watch_mean(mean)
@@ -90,11 +109,6 @@ class Module:
         """Forget all gradients, and those that the parameters' owners keep."""
         zero_grad(self.parameters())
 
-    def materialize(self) -> None:
-        """Compute the values of all parameters that are still deferred."""
-        for parameter in self.parameters():
-            parameter.materialize()
-
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return a copy of every parameter as a host array.
 
@@ -109,7 +123,6 @@ class Module:
         ValueError, and no change, for other names or shapes (`check_shapes`).
         """
         check_holds_values(self.parameters(), "load the state before wrapping the model")
-        check_state(state, len(self.parameters()))
         self.check_shapes({name: tuple(array.shape) for name, array in state.items()})
         for name, parameter in self.named_parameters():
             values = np.ascontiguousarray(state[name], dtype=parameter.dtype)
@@ -123,10 +136,11 @@ class Module:
         own = {name: parameter.shape for name, parameter in self.named_parameters()}
         wrong = [name for name in own if name in shapes and shapes[name] != own[name]]
         problems = [f"{name} has shape {shapes[name]}, expected {own[name]}" for name in wrong]
-        problems += listed("unexpected", [name for name in shapes if name not in own])
-        problems += listed("missing", [name for name in own if name not in shapes])
+        problems += [f"{name} is unexpected" for name in shapes if name not in own]
+        problems += [f"{name} is missing" for name in own if name not in shapes]
         if problems:
-            raise ValueError("; ".join(problems))
+            others = f", and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise ValueError("; ".join(problems[:SHOWN]) + others)
 
 
 def _items_of(name: str, value: object) -> Iterator[tuple[str, Parameter | Module]]:
@@ -139,9 +153,6 @@ def _items_of(name: str, value: object) -> Iterator[tuple[str, Parameter | Modul
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from _items_of(f"{name}.{i}", item)
-    elif isinstance(value, set | frozenset):
-        if any(isinstance(item, Parameter | Module) for item in value):
-            refuse_set(name)
 
 
 @dataclass

@@ -28,15 +28,15 @@ from numpy.typing import DTypeLike
 
 from minipar.autograd import Tensor, packed, packed_ids, position_ids
 from minipar.autograd.attention import BlockwiseAttention, attend, attend_backward, merge
-from minipar.autograd.guards import refuse_dropout
+from minipar.autograd.checks import refuse_dropout
 from minipar.autograd.heads import empty_heads
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.errors import UsageError
+from minipar.nn.gpt import SelfAttention
 from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.moe import MoE
-from minipar.nn.transformer import SelfAttention
 from minipar.parallel.split_guards import check_split, note_split
 from minipar.parallel.step_guard import ContextGuard
 from minipar.parallel.token_order import ContextParallel, check_choice

@@ -99,7 +99,6 @@ class DistributedDataParallel:
         ]
         for bucket in self.buckets:
             for p in bucket.parameters:
-                p.materialize()
                 hold("parameters", p.data)
             bucket.set_gradient(allocate("gradients", bucket.size, dtype))
         self.guard = Guard(self)  # its hooks run before those that send, so that it refuses first

@@ -20,9 +20,8 @@ from minipar.autograd import Tensor, grad_enabled, queue_callback
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate, hold
-from minipar.nn.deferred import placeholder
 from minipar.nn.module import Module, Segment
-from minipar.nn.parameter import Parameter
+from minipar.nn.parameter import Parameter, placeholder
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.groups import Group, by_unit, groups_over, has_segments, place_groups, segments_of
@@ -59,7 +58,7 @@ class Unit(Bucket):
         """Return this rank's chunk of the values. The whole array is freed when this function returns."""
         whole = allocate("buffers", self.size, self.dtype)
         for p, view in self.views(whole):
-            p.move_to(view)  # computes initial values that were deferred
+            p.move_to(view)
         self.whole_checksum = checksum(whole)
         own = whole[self.own].copy()
         hold("parameters", own)

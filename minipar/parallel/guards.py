@@ -192,14 +192,8 @@ def check_alike(comm: Communicator, arrays: Iterable[tuple[str, Array]], what: s
 
 
 def check_same_start(comm: Communicator, model: Module) -> None:
-    """Raise UsageError, on every rank, if the ranks' models differ before `comm` splits them.
-
-    Of deferred values, the seeds and names are compared by which they will be drawn.
-    """
-    held = []
-    for name, p in model.named_parameters():
-        source = np.frombuffer(repr(p.drawn_by).encode(), np.uint8)
-        held.append((name, p.data if p.make is None else source))
+    """Raise UsageError, on every rank, if the ranks' models differ before `comm` splits them."""
+    held = [(name, p.data) for name, p in model.named_parameters()]
     what = "tensor_parallel: the ranks' models start from different values"
     check_alike(comm, held, what, "give all ranks the same seed, and load the same state")
 

@@ -5,10 +5,9 @@ from collections.abc import Callable
 import numpy as np
 
 from minipar.autograd import Tensor, mapping, queue_callback
-from minipar.backend import Array, setting, xp
+from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
-from minipar.nn.guards import array_of, inside_loss
-from minipar.nn.module import Module
+from minipar.nn.module import Module, array_of
 
 
 def global_mean(comm: Communicator, loss_sum: float, count: int) -> tuple[float, int]:
@@ -29,9 +28,8 @@ def global_mean_loss(
     Each rank divides by the global count, so the ranks' gradients add up to that of this mean. Backward
     calls `before_backward` first and `after_backward` last. The model has `loss_sum` and `target_count`.
     """
-    y = array_of("targets", y)
-    with setting(inside_loss, True):
-        loss_sum = model.loss_sum(x, y)
+    y = array_of(y)
+    loss_sum = model.loss_sum(x, y)
     mean, count = global_mean(comm, loss_sum.item(), model.target_count(y))
 
     def forward(local_sum: Array) -> Array:

@@ -39,8 +39,8 @@ from minipar.autograd.fused import _LayerNorm, add_rows, as_rows, getter, produc
 from minipar.autograd.rules import Gradient, Gradients, Result
 from minipar.autograd.tensor import Function, record
 from minipar.backend import Array, xp
+from minipar.nn.gpt import TransformerConfig
 from minipar.nn.layers import LayerNorm, RMSNorm
-from minipar.nn.transformer import TransformerConfig
 
 
 def leaf_count(model: TransformerConfig, length: int) -> int:
@@ -107,7 +107,7 @@ class _ColumnLeaves(Function):
         self.leaves = leaves
         self.groups = groups
         rows = as_rows(x)  # (N, in)
-        self.save_for_backward(x=rows, weight=getter(self.input_leaves[1], weight))
+        self.save_for_backward(x=rows, weight=getter(self.inputs[1], weight))
         matrix = weight.T if transposed else weight  # (in, out)
         y = multiply_by_leaves(rows, matrix, leaves, groups)  # (N, out)
         if bias is not None:
@@ -141,7 +141,7 @@ class _RowLeaves(Function):
         self.transposed = transposed
         self.leaves = leaves
         rows = as_rows(x)  # (N, in)
-        self.save_for_backward(x=rows, weight=getter(self.input_leaves[1], weight))
+        self.save_for_backward(x=rows, weight=getter(self.inputs[1], weight))
         y = multiply_as_tree(rows, weight if transposed else weight.T, leaves)  # (N, out)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 import numpy as np
 
 from minipar.comm.mesh import DeviceMesh
-from minipar.nn.transformer import LanguageModel
+from minipar.nn.gpt import LanguageModel
 from minipar.parallel.context import context_parallel
 from minipar.parallel.expert import expert_parallel
 from minipar.parallel.groups import by_unit

@@ -145,8 +145,6 @@ SPLITS = {  # the number of ranks, the script, the error, and what it shows
         UsageError, "expert_parallel", "tensor_parallel"),
     "dropout in a ring": (2, "mp.context_parallel(gpt(dropout=0.1), world, method='ring')", UsageError, "0.1"),
     "other seeds": (2, "mp.tensor_parallel(gpt(seed=world.rank), world)", UsageError, "wte.weight", *RANKS),
-    "other deferred seeds": (
-        2, "mp.tensor_parallel(gpt(seed=world.rank, deferred=True), world)", UsageError, "wte.weight", *RANKS),
     "other states": (
         2, "model = gpt(); model.ln_f.bias.data[-1] += 1e-9 * world.rank; mp.tensor_parallel(model, world)",
         UsageError, "ln_f.bias", *RANKS),

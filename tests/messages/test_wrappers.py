@@ -16,13 +16,6 @@ SERIAL = None  # in the place of a stage: no wrapper
 EVERY = [SERIAL, *ALL]
 
 
-class MakesALayer(MLP):
-    """A model whose forward makes a layer in each call."""
-
-    def forward(self, x):
-        return Linear(1, 1, name="fresh", dtype="float64")(super().forward(x))
-
-
 class Mute(MLP):
     """A model without a loss."""
 
@@ -46,7 +39,7 @@ class Foreign:
         return x
 
 
-MODELS = {"SameNames": SameNames, "MakesALayer": MakesALayer, "Mute": Mute, "Foreign": Foreign, "MLP": MLP}
+MODELS = {"SameNames": SameNames, "Mute": Mute, "Foreign": Foreign, "MLP": MLP}
 NAMES = MODELS | {"SGD": SGD, "AdamW": AdamW, "Linear": Linear, "clip_grad_norm": clip_grad_norm, "shard": shard}
 
 # Scripts in which `backward()` is that of the wrapper's loss, and `train(n)` makes n whole steps.
@@ -132,7 +125,6 @@ REFUSED = {  # the script, at these stages, the error, and what it shows
         "train(2); model.third = Linear(3, 3, name='third', dtype='float64'); ddp.loss(x, y)", ALL, UsageError),
     "values replaced later": (
         "train(2); model.parameters()[-1].data = np.zeros(1); ddp.loss(x, y)", SHARDED, UsageError, "second.bias.data"),
-    "a layer made in forward": ("shard(MakesALayer(), world, stage).loss(x, y)", ALL, UsageError, "fresh.weight"),
     "a model without a loss": ("shard(Mute(), world, stage).loss(x, y)", ALL, TypeError, "Mute", "loss_sum(x, y)"),
     "another library's model": ("shard(Foreign(), world, stage)", ALL, UsageError, "Foreign", "mp.Module"),
     "two layers of one name": ("shard(SameNames(), world, stage)", ALL, UsageError, "fc.weight"),

@@ -91,7 +91,7 @@ def points(rank):
     return random.standard_normal((3, 3)), random.standard_normal((3, 1))
 
 
-@pytest.mark.parametrize("make", [MLP, lambda: small_gpt(deferred=True)], ids=["MLP", "GPT"])
+@pytest.mark.parametrize("make", [MLP, lambda: small_gpt()], ids=["MLP", "GPT"])
 def test_a_script_shards_within_replicas_with_one_argument(make):
     """`fully_shard(model, world, replicas=2)` on four ranks trains what it does on one device, and holds a half."""
 
@@ -164,7 +164,7 @@ def test_replicas_on_hosts_divide_what_crosses_between_them():
 
 def test_a_state_is_gathered_from_one_replica_alone():
     def sent(comm):
-        model = fully_shard(small_gpt(deferred=True), comm, replicas=2)
+        model = fully_shard(small_gpt(), comm, replicas=2)
         model.state_dict()
         return comm.traffic.bytes("send")
 

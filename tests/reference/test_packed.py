@@ -5,6 +5,7 @@ import pytest
 import torch
 from reference.double_precision import compute_in_float64
 from reference.their_models import compute_everything_in_float64, their_gradients, theirs
+from training import with_attention
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
@@ -49,7 +50,7 @@ def test_packed_documents_are_theirs(name, method, tmp_path):
     reference = theirs(MODELS[name])
     reference.set_attn_implementation("eager")
     reference.save_pretrained(tmp_path)
-    model = load_pretrained(tmp_path, dtype="float64", attention=method)
+    model = with_attention(load_pretrained(tmp_path, dtype="float64"), method)
     logits = reference(
         torch.tensor(TOKENS), attention_mask=block_diagonal(), position_ids=torch.tensor(IDS), use_cache=False
     ).logits

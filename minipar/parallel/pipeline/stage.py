@@ -15,12 +15,12 @@ from minipar.comm.operation import USER_TAGS
 from minipar.comm.work import Work
 from minipar.errors import UsageError
 from minipar.memory import hold
+from minipar.nn.gpt import LanguageModel
 from minipar.nn.module import Segment
-from minipar.nn.parameter import Parameter
-from minipar.nn.transformer import LanguageModel
+from minipar.nn.parameter import Parameter, placeholder
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.check import lower
-from minipar.parallel.placement import attach_placements, update
+from minipar.parallel.placement import attach_placements, placement_of, update
 
 # The tags of the token embedding's messages, which two stages need, and the schedule's first tag.
 TIED_GRADIENT = 0
@@ -292,9 +292,13 @@ class PipelineParallel:
                 self.groups.append(group)
         is_lent = model.head_weight is not None and self.first != self.last
         self.borrower = self.last if is_lent else None
+        lent = None
         if comm.rank == self.borrower:
-            model.token_embedding.materialize()
-            hold("buffers", model.token_embedding.data)
+            lent = model.token_embedding
+            hold("buffers", lent.data)
+        for p in model.parameters():
+            if placement_of(p).pp != comm.rank and p is not lent:
+                p.data = placeholder(p.shape, p.dtype)
 
     def fetch_tied_gradient(self) -> None:
         """Send the head's gradient of the token embedding from the last stage to the first.

@@ -17,11 +17,11 @@ from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import check_divides
 from minipar.nn import llama
+from minipar.nn.gpt import LanguageModel, SelfAttention, TransformerConfig
 from minipar.nn.layers import Dropout, Embedding, Linear, MaskSlice
 from minipar.nn.module import Module
 from minipar.nn.moe import MoE, moe_layers
 from minipar.nn.parameter import Owner, Parameter, Updating
-from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
 from minipar.parallel import placement
 from minipar.parallel.guards import check_same_start, check_tree
 from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of, terms
@@ -299,7 +299,7 @@ def tree_layer(split: Split, layer: Module, border: Border) -> Module:
 
 
 def fill_seams(model: LanguageModel, border: Border, border_of_experts: Border) -> None:
-    """Give the model's seams what tensor parallelism does there; transformer.py lists them."""
+    """Give the model's seams what tensor parallelism does there; gpt.py lists them."""
     group = border.group
     size = model.config.vocab_size
     model.project = partial(vocabulary.vocab_parallel_head, vocab_size=size, border=border)

@@ -10,8 +10,8 @@ from functools import partial
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
+from minipar.nn.gpt import LanguageModel
 from minipar.nn.layers import LayerNorm, Linear, RMSNorm, as_tensor
-from minipar.nn.transformer import LanguageModel
 from minipar.parallel import tree
 from minipar.parallel.tensor.layers import Border, ColumnLinear, PositionEmbedding, RowLinear, VocabEmbedding
 
