@@ -120,27 +120,24 @@ class Module:
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Copy `state` into the parameters.
 
-        ValueError, and no change, for other names or shapes (`check_shapes`).
+        ValueError, and no change, for other names or shapes than the parameters'. It shows the
+        first of them.
         """
         check_holds_values(self.parameters(), "load the state before wrapping the model")
-        self.check_shapes({name: tuple(array.shape) for name, array in state.items()})
-        for name, parameter in self.named_parameters():
+        parameters = dict(self.named_parameters())
+        problems = [f"{name} is unexpected" for name in state if name not in parameters]
+        for name, parameter in parameters.items():
+            if name not in state:
+                problems.append(f"{name} is missing")
+            elif state[name].shape != parameter.shape:
+                shape = tuple(state[name].shape)
+                problems.append(f"{name} has shape {shape}, expected {parameter.shape}")
+        if problems:
+            others = f"; {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise ValueError("; ".join(problems[:SHOWN]) + others)
+        for name, parameter in parameters.items():
             values = np.ascontiguousarray(state[name], dtype=parameter.dtype)
             parameter.data[...] = from_host(values)
-
-    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError if these names or shapes are not the parameters'.
-
-        It shows the shapes, and the first of the names.
-        """
-        own = {name: parameter.shape for name, parameter in self.named_parameters()}
-        wrong = [name for name in own if name in shapes and shapes[name] != own[name]]
-        problems = [f"{name} has shape {shapes[name]}, expected {own[name]}" for name in wrong]
-        problems += [f"{name} is unexpected" for name in shapes if name not in own]
-        problems += [f"{name} is missing" for name in own if name not in shapes]
-        if problems:
-            others = f", and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise ValueError("; ".join(problems[:SHOWN]) + others)
 
 
 def _items_of(name: str, value: object) -> Iterator[tuple[str, Parameter | Module]]:
