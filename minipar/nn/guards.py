@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import DTypeLike
 
-from minipar.autograd import Tensor, grad_enabled, position_ids
-from minipar.autograd.guards import check_packed_shape
+from minipar.autograd import Tensor, grad_enabled
 from minipar.backend import Array
 from minipar.errors import UsageError
 
@@ -84,13 +83,6 @@ def check_tokens(tokens: Array) -> None:
         )
     if tokens.dtype.kind not in "iu":
         raise UsageError(f"tokens of {tokens.dtype}: expected integers, as tokens.astype(int)")
-
-
-def check_packed(samples: int) -> None:
-    """Raise UsageError if the ids of `packed`, if any, are those of another number of samples."""
-    ids = position_ids.get()
-    if ids is not None:
-        check_packed_shape(ids, ids.shape[1], samples)
 
 
 def check_columns(layer: str, inputs: int, shape: tuple[int, ...]) -> None:

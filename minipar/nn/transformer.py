@@ -17,9 +17,9 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, ClassVar
 
-from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, linear, packed_ids
-from minipar.backend import Array, from_host, xp
-from minipar.nn.guards import array_of, check_config, check_packed, check_size, check_tokens, float_dtype
+from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, linear
+from minipar.backend import Array, xp
+from minipar.nn.guards import array_of, check_config, check_size, check_tokens, float_dtype
 from minipar.nn.layers import Init, Linear
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
@@ -131,12 +131,8 @@ class SelfAttention(Module):
 
 
 def all_positions(length: int) -> Array:
-    """Return the positions of a sequence's tokens, where a rank has them all: (T,).
-
-    In samples of several documents they restart in each: (B, T).
-    """
-    ids = packed_ids(length)
-    return xp.arange(length) if ids is None else from_host(ids)
+    """Return the positions of a sequence's tokens, where a rank has them all: (T,)."""
+    return xp.arange(length)
 
 
 class LanguageModel(Module):
@@ -225,7 +221,6 @@ class LanguageModel(Module):
     def forward(self, tokens: Array) -> Tensor:
         x: Array | Tensor = array_of("tokens", tokens)
         check_tokens(x)
-        check_packed(x.shape[0])
         for segment in self.segments:
             x = segment.run(x)
         return x
