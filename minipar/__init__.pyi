@@ -7,7 +7,6 @@ from .autograd import concatenate as concatenate
 from .autograd import cross_entropy_sum as cross_entropy_sum
 from .autograd import gelu as gelu
 from .autograd import no_grad as no_grad
-from .autograd import packed as packed
 from .autograd import relu as relu
 from .autograd import softmax as softmax
 from .autograd import stack as stack

@@ -4,7 +4,6 @@ from minipar.autograd import rules
 from minipar.autograd.attention import METHODS, causal_attention
 from minipar.autograd.backward import DeferredGradients, defer_weight_gradients, queue_callback
 from minipar.autograd.checks import IGNORE_INDEX, check_ids, check_targets
-from minipar.autograd.documents import documents_of, packed, packed_ids
 from minipar.autograd.fused import (
     concatenate,
     cross_entropy_sum,
@@ -20,7 +19,7 @@ from minipar.autograd.fused import (
     swiglu,
 )
 from minipar.autograd.mapping import mapping
-from minipar.autograd.modes import grad_enabled, no_grad, position_ids, randomness
+from minipar.autograd.modes import grad_enabled, no_grad, randomness
 from minipar.autograd.recompute import checkpoint
 from minipar.autograd.rules import Gradient, LazyGradient
 from minipar.autograd.tensor import Function, Tensor, operation
@@ -44,7 +43,6 @@ __all__ = [
     "concatenate",
     "cross_entropy_sum",
     "defer_weight_gradients",
-    "documents_of",
     "dropout",
     "embedding",
     "flop_counter",
@@ -55,9 +53,6 @@ __all__ = [
     "mapping",
     "no_grad",
     "operation",
-    "packed",
-    "packed_ids",
-    "position_ids",
     "queue_callback",
     "randomness",
     "relu",

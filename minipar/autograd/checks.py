@@ -54,28 +54,3 @@ def refuse_dropout(dropout: str, method: str, remedy: str) -> None:
     raise UsageError(
         f"{dropout} needs all of attention's probabilities, which {method} never has: give {remedy}"
     )
-
-
-def check_position_ids(ids: np.ndarray) -> None:
-    """Raise UsageError unless position ids (B, T) begin with 0 in each sample, and go on with 0 or by one."""
-    if ids.dtype.kind not in "iu" or ids.ndim != 2:
-        raise UsageError(
-            f"position ids of {ids.dtype} and shape {ids.shape}: expected integers (samples, tokens)"
-        )
-    before = np.full(ids.shape, -1)
-    before[:, 1:] = ids[:, :-1]
-    wrong = (ids != 0) & (ids != before + 1)
-    if wrong.any():
-        sample, token = np.argwhere(wrong)[0].tolist()
-        expected = "0, where a document begins"
-        if token > 0:
-            expected += f", or {ids[sample, token - 1] + 1}"
-        raise UsageError(f"position id {ids[sample, token]} at {[sample, token]}: expected {expected}")
-
-
-def check_packed_shape(ids: np.ndarray, length: int, samples: int | None) -> None:
-    """Raise UsageError if position ids are not those of so many `samples` (None: any number) of this length."""
-    if ids.shape[1] != length or samples not in (None, ids.shape[0]):
-        given = f"{'any number of' if samples is None else samples} samples of {length} tokens"
-        remedy = "give `packed` the ids of the whole samples that the model computes, (B, T)"
-        raise UsageError(f"position ids of shape {ids.shape} for {given}: {remedy}")

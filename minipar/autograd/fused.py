@@ -281,13 +281,13 @@ def rotary(
 ) -> Result:  # fmt: skip
     """Rotate the heads of q and k by their tokens' positions (Su et al. 2021), and join q, k and v.
 
-    (B, T, a d), (B, T, n d), (B, T, n d), integer positions (T,) or (B, T)
+    (B, T, a d), (B, T, n d), (B, T, n d), integer positions (T,)
     -> (B, T, (a + 2n) d) for `causal_attention`, with heads of d = `size` elements. Elements i and
     i + d/2 are a pair, as in Hugging Face's code (in Meta's, 2i and 2i+1); at position p it is
     rotated by the angle p theta^(-2i/d).
     """
     frequencies = theta ** (xp.arange(0, size, 2) / -size)  # (d/2,), float64 whatever the dtype
-    angles = positions[..., None] * frequencies  # (T, d/2), or (B, T, d/2)
+    angles = positions[:, None] * frequencies  # (T, d/2)
     start_k = q.shape[-1]
     start_v = start_k + k.shape[-1]
 
@@ -300,8 +300,8 @@ def rotary(
     def dv(g: Array) -> Array:
         return g[..., start_v:]
 
-    packed = xp.concatenate([_rotate(q, angles), _rotate(k, angles), v], axis=-1)
-    return packed, Gradient(dq, angles=angles), Gradient(dk, angles=angles), dv
+    joined = xp.concatenate([_rotate(q, angles), _rotate(k, angles), v], axis=-1)
+    return joined, Gradient(dq, angles=angles), Gradient(dk, angles=angles), dv
 
 
 @operation

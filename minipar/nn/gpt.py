@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear, packed_ids
-from minipar.backend import Array, from_host, xp
+from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear
+from minipar.backend import Array, xp
 from minipar.nn.layers import Dropout, Embedding, LayerNorm, Linear
 from minipar.nn.module import Module, Segment, array_of
 from minipar.nn.parameter import Parameter
@@ -183,12 +183,8 @@ class Block(Module):
 
 
 def all_positions(length: int) -> Array:
-    """Return the positions of a sequence's tokens, where a rank has them all: (T,).
-
-    In samples of several documents they restart in each: (B, T).
-    """
-    ids = packed_ids(length)
-    return xp.arange(length) if ids is None else from_host(ids)
+    """Return the positions of a sequence's tokens, where a rank has them all: (T,)."""
+    return xp.arange(length)
 
 
 class LanguageModel(Module):

@@ -197,7 +197,7 @@ MUSEUM = {  # by exhibit
     20: "train/test_combinations.py", 21: "train/test_combinations.py", 22: "parallel/test_context.py",
     23: "parallel/test_context.py", 24: "parallel/test_context.py", 25: "autograd/test_fused.py",
     26: "parallel/test_expert.py", 27: "parallel/test_expert.py", 28: "parallel/test_expert.py",
-    29: "parallel/tensor/test_models.py", 30: "train/test_combinations.py", 31: "parallel/test_documents.py",
+    29: "parallel/tensor/test_models.py", 30: "train/test_combinations.py", 31: "train/test_combinations.py",
 }
 # fmt: on
 

@@ -1,12 +1,12 @@
 """A pipeline of stages that the user wrote, on the axes of a mesh."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from typing import TypeAlias
 
 import numpy as np
 
-from minipar.autograd import Tensor, packed, position_ids
+from minipar.autograd import Tensor
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
@@ -16,7 +16,6 @@ from minipar.nn.optim_guards import check_gradients
 from minipar.nn.parameter import Owner, Parameter, owners_of
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.guards import check_alike, check_names_over, check_parted, note_same_batch
-from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
 from minipar.parallel.placement import Replicate, Shard, attach_placements, placement_of, update
@@ -38,10 +37,10 @@ class PipelineModule(Module, Owner):
     microbatches.
 
     Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, which is cut
-    into microbatches along dim 0, as are the ids of `packed`. The call returns the mean loss over
-    the targets of all replicas, the same on every rank, and leaves this replica's share of that
-    mean's gradient in the parameters. ZeroOptimizer sums the shares over mesh.dp. Between the call
-    and the optimizer's step, `clip_grad_norm` gives the norm and clips.
+    into microbatches along dim 0. The call returns the mean loss over the targets of all replicas,
+    the same on every rank, and leaves this replica's share of that mean's gradient in the
+    parameters. ZeroOptimizer sums the shares over mesh.dp. Between the call and the optimizer's
+    step, `clip_grad_norm` gives the norm and clips.
 
     Sends each activation, and its gradient back, once per microbatch and cut. A header of 64 bytes
     before each activation holds its shape. Three float64 values are all-reduced per step over dp,
@@ -205,13 +204,7 @@ class PipelineModule(Module, Owner):
             totals[0] += value.item()
             return value
 
-        ids = position_ids.get()
-        documents = [None] * m if ids is None else np.array_split(ids, m)
-
-        def around(action: Action) -> AbstractContextManager[object]:
-            return packed(documents[action.microbatch])
-
-        self.executor.run(lambda i: from_host(inputs[i]), loss, scale, around)
+        self.executor.run(lambda i: from_host(inputs[i]), loss, scale, around=nullcontext)
         mean = np.zeros(1)
         if last_stage is not None:
             loss_sum = dp.all_reduce(totals[:1].copy(), algorithm="ordered")

@@ -150,8 +150,7 @@ class VocabEmbedding(Module):
 class PositionEmbedding(Module):
     """An embedding whose weight is whole on every rank: (T,) -> (T, h) or (T/t, h).
 
-    With sequence parallelism a rank looks up the positions of its own tokens. In samples of several
-    documents they are (B, T).
+    With sequence parallelism a rank looks up the positions of its own tokens.
     """
 
     def __init__(self, layer: Embedding, border: Border) -> None:
@@ -160,9 +159,5 @@ class PositionEmbedding(Module):
 
     def forward(self, index: Array) -> Tensor:
         if self.border.sequence:
-            index = self.border.group.part(index, index.ndim - 1)
-        return self.look_up(index)
-
-    def look_up(self, index: Array) -> Tensor:
-        """Look up the rows of these positions: (..., T) -> (..., T, h)."""
+            index = self.border.group.part(index, dim=0)
         return embedding(self.weight, index)

@@ -295,7 +295,7 @@ def tree_layer(split: Split, layer: Module, border: Border) -> Module:
     assert isinstance(layer, Embedding)
     if split.layer is VocabEmbedding:
         return tree_layers.TreeVocabEmbedding(layer, border)
-    return tree_layers.TreePositionEmbedding(layer, border)
+    return layers.PositionEmbedding(layer, border)
 
 
 def fill_seams(model: LanguageModel, border: Border, border_of_experts: Border) -> None:
