@@ -338,10 +338,9 @@ if comm.rank == 0:
 # %% [markdown]
 # An operation that does more is a `Function`: a class with `forward`, which calls `save_for_backward(name=array)`, and
 # `backward`, which gets these arrays by their names. Its instance is a *node* of the graph, apart from the tensor that
-# it returns. `record` runs forward and gives the node its number. For each input that needs a gradient it notes where
-# the input comes from: the node that computed it, in `input_nodes`, or the leaf itself, in `input_leaves`.
-# (`precision.forward` is forward; with inputs of 2 bytes it also rounds, chapter 13. `hold` tells the memory ledger,
-# the count of living bytes of 5.3, what is saved.)
+# it returns. `record` runs forward and gives the node its number. For each input that needs a gradient it notes in
+# `inputs` where the input comes from: the node that computed it, or the leaf itself. (`node_wrappers` is empty, but for
+# runs in 2 bytes, chapter 13. `hold` tells the memory ledger, the count of living bytes of 5.3, what is saved.)
 
 # %%
 from minipar.autograd.tensor import record
@@ -350,8 +349,8 @@ if comm.rank == 0:
     show_source(record)
 
 # %% [markdown]
-# Neither list refers to the *tensor* of a computed input, only to the node that made it. So an array is freed as soon
-# as neither the program nor a node needs it. (NB: PyTorch's nodes are separate from tensors for the same reason.)
+# `inputs` does not refer to the *tensor* of a computed input, only to the node that made it. So an array is freed as
+# soon as neither the program nor a node needs it. (NB: PyTorch's nodes are separate from tensors for the same reason.)
 #
 # What forward has saved must not change before backward reads it. PyTorch counts the versions of each tensor, and
 # refuses one that has changed. Here arrays are plain NumPy: nobody sees an assignment such as `x.data[...] = 0`, and
@@ -359,12 +358,11 @@ if comm.rank == 0:
 # forward and its backward, and refuses that backward.
 #
 # The backward pass is the loop of section 1.1. `reachable` counts the uses of the leaves only: nodes need no count,
-# because their order guarantees that all users come first. `run_backward` adds two things. It empties each node after
-# its visit, `node.free()`, which frees what forward saved for it: memory falls while backward goes on. And it sends
-# contributions to leaves before those to nodes. `close_use` adds the gradient of one use. After the last one the leaf's
-# *hooks* run: functions that a strategy has registered. Data parallelism starts to send the gradient there. Three names
-# in the listing come later: a `LazyGradient` is a weight gradient that is computed when it is needed, `_deferral` is
-# the queue in which it waits (both 1.6), and a `PendingGradient` is still on its way from other ranks (chapter 6).
+# because their order guarantees that all users come first. `run_backward` adds one thing. It empties each node after
+# its visit, `node.free()`, which frees what forward saved for it: memory falls while backward goes on. `close_use` adds
+# the gradient of one use of a leaf. After the last one the leaf's *hooks* run, functions that a strategy registered:
+# data parallelism starts to send the gradient there. Two names in the listing come later (1.6): a `LazyGradient` is a
+# weight gradient that is computed when it is needed, and `_deferral` is the queue in which it waits.
 
 # %%
 from minipar.autograd import backward

@@ -648,7 +648,6 @@ caught("values keyed by shape", lambda: check_matrices_differ(twins))
 # | `causal_attention` | `torch.nn.functional.scaled_dot_product_attention(is_causal=True)` |
 # | `checkpoint` | `torch.utils.checkpoint.checkpoint`; Megatron-LM `--recompute-granularity full` |
 # | `AdamW`, `exp_avg`, `exp_avg_sq` | `torch.optim.AdamW`, with the same names in its state |
-# | `deferred=True`, `materialize` | parameters on the `meta` device, `to_empty` and `reset_parameters` |
 # | `flop_counter` | `torch.utils.flop_counter.FlopCounterMode` |
 # | `Parameter.tie` | none: `lm_head.weight = wte.weight` is one leaf; Megatron-LM all-reduces the two in a pipeline |
 #

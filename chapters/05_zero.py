@@ -599,7 +599,7 @@ def train(wrap, m=1, every=False, steps=STEPS, ranks=comm, norm=comm):
     `every`: send the gradients of each microbatch, without `no_sync`.
     """
     batches = Batches(text, length=T, global_batch=m * d, order="random", seed=0)
-    wrapper = wrap(mp.GPT(config, dtype="float64", deferred=True), ranks, algorithm="ordered")
+    wrapper = wrap(mp.GPT(config, dtype="float64"), ranks, algorithm="ordered")
     optimizer = mp.AdamW(wrapper.parameters(), lr=3e-3)
     losses = []
     norms = []
@@ -762,19 +762,20 @@ for stage, watched in enumerate(runs):
 #
 # *Deeper, 3 minutes.*
 #
-# Stage 3 trains a model that fits on no single rank. But how does such a model come to be? If each rank first made all
-# of it and then kept its chunks, it would run out of memory before the first step. Initial weights here are a recipe
-# (`deferred=True`, PyTorch's "meta" device): a unit's values are computed, cut, and freed before the next unit's. So
-# next to its own parameters and gradients a rank holds one whole unit:
+# Stage 3 trains a model that fits on no single rank. But how does such a model come to be? If each rank first makes all
+# of it and then keeps its chunks, as the library does, it runs out of memory before the first step. Values that are
+# drawn by *name* (chapter 2) need no whole model: a rank draws one matrix, keeps its chunk, and frees the rest.
+# (PyTorch's parameters on the device `meta` and `deepspeed.zero.Init` do so unit by unit.)
 
 # %%
-building = MemoryLedger()
-with building.recording():
-    FSDP(mp.GPT(config, dtype="float64", deferred=True), comm)
-assert building.peak <= 8 * (2 * own + max(sizes))
-made = 8 * Psi / 2**20
-peak = building.peak / 2**20
-say(f"while a model of {made:.3f} MiB was made, rank 0 held at most {peak:.3f} MiB, gradients included")
+from minipar.nn.layers import normal
+
+whole = normal(0, "h.3.mlp.c_fc.weight", (64, 256), config.initializer_range)  # the 21st matrix; no other was drawn
+kept = np.array_split(whole.reshape(-1), d)[rank].copy()
+del whole
+joined = np.frombuffer(b"".join(comm.all_gather_bytes(kept.tobytes())))
+assert np.array_equal(joined, mp.GPT(config, dtype="float64").h[3].mlp.c_fc.weight.data.reshape(-1))
+say(f"rank 0 keeps {kept.size} of {joined.size} elements of a matrix, and all ranks together have the library's")
 
 # %% [markdown]
 # ## 5.9 Gradient accumulation, and why pipelines object
@@ -1021,7 +1022,6 @@ if rank == 0:
 # | `unshard`, `wait_for_unshard`, `reshard` | the same names | `GatheredParameters` |
 # | `prefetch` | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
 # | `no_sync` | `set_requires_gradient_sync(False)` | |
-# | `deferred=True` | the device `meta` | `deepspeed.zero.Init` |
 # | `wrapper.parameters()`: shards | `model.parameters()`: DTensors | the optimizer's fp32 partitions |
 #
 # The same in PyTorch: `chapters/pytorch/ch05.py`.

@@ -250,8 +250,7 @@ say("the library's layers = the plain functions, with their gradients")
 # %% [markdown]
 # What does the library add? A layer's weights are Parameters that know which part of the serial model they are (6.4).
 # What enters and leaves the part of a layer where the ranks differ crosses a *border*. Its `enter` is $f$, its `leave`
-# is $g$, and `enter_linear` is $f$ and the product in one node, so that backward can send while it computes (6.11).
-# Sequence parallelism is a border with two other mappings (6.9); `SEQUENCE` is the dim of the tokens, 1.
+# is $g$. Sequence parallelism is a border with two other mappings (6.9); `SEQUENCE` is the dim of the tokens, 1.
 #
 # ## 6.4 The plan
 #
@@ -879,15 +878,13 @@ if rank == 0:
 # (With the microbatch cut in two halves, one could compute while the other's sums travel.) In backward, at a column
 # layer, everything further down waits for the summed gradient of the input. But the gradient of the *weight*, $X^\top
 # \mathrm{d}Y_r$, needs nothing from others. So: start the all-reduce, compute the weight's gradient, then wait. On
-# plain arrays these are three lines. In the library a `LazyGradient` stands for the weight's gradient and a
-# `PendingGradient` for the input's, and autograd computes the first before it waits for the second.
+# plain arrays these are three lines. The library does not do it: between processes on one machine nothing was gained.
+# (Megatron-LM does, as `async_tensor_model_parallel_allreduce`.)
 
 # %%
 work = comm.all_reduce(dy * slope @ A_r.T, algorithm="ring", async_op=True)
 dA_meanwhile = X.T @ (dy * slope)
 assert relative_difference(work.wait(), dX) < 1e-12 and relative_difference(dA_meanwhile, dA_r) < 1e-12
-if rank == 0:
-    show_source(layers._EnterLinear.backward)
 
 # %% [markdown]
 # Each of these sums is hidden for as long as the weight's product takes. If the sum takes longer, the rest is exposed:

@@ -554,7 +554,7 @@ if rank == 0:
 #
 # One such mask is that of *packed documents*: several short ones fill a sample, and a token sees its own document only.
 # The scores are then a triangle for each document, and zig-zag is no longer even. Megatron-LM therefore cuts *each
-# document* into $2c$ chunks, and so does minipar: 11.13 has the mask, the cut and the loss.
+# document* into $2c$ chunks. minipar has no packed documents: its samples are stretches of one text.
 
 
 # %%
@@ -970,82 +970,7 @@ if rank == 0:
 # Replicas become ranks of cp: up to 131,072 tokens each rank keeps 8,192 of them, and nothing is recomputed. (Fewer
 # per rank the planner tries only where `--cp` says so.) A million tokens need tp, cp and recomputation.
 #
-# ## 11.13 Several documents in a sample
-#
-# *Deeper, 6 minutes.*
-#
-# Documents have different lengths, but all samples have the same one, so a sample is filled with several documents. For
-# years models were trained so that a token saw the documents before its own. Where it may not, two things change.
-# Positions restart at 0, and the mask is cut at each boundary. One array, the *position ids*, says both: a document
-# begins where they are 0. One could mask scores, and skip what is masked. It is plainer to attend in each document by
-# itself:
-
-# %%
-lengths = (20, 3, 25)
-position_ids = np.concatenate([np.arange(n) for n in lengths])  # (T,): 0 to 19, 0 to 2, 0 to 24
-
-
-def attend_documents(q, k, v, position_ids):
-    """Return the output of attention in each document."""
-    cuts = [*np.flatnonzero(position_ids == 0), len(position_ids)]
-    out = np.empty_like(q)
-    for start, end in zip(cuts[:-1], cuts[1:], strict=True):
-        own = slice(start, end)
-        out[own], _ = attend(q[own], k[own], v[own], diagonal=True)
-    return out
-
-
-words = random.normal(size=(3, 48, 8))
-out = attend_documents(*words, position_ids)
-document = np.cumsum(position_ids == 0)
-masked = np.where(document[:, None] == document, scores_of(*words[:2], True), -np.inf)
-weights_of = np.exp(masked)
-assert relative_difference(out, weights_of / weights_of.sum(axis=1, keepdims=True) @ words[2]) < 1e-12
-words[:, 5] += 1  # the probe: change one token, and see what moves
-moved = np.flatnonzero((attend_documents(*words, position_ids) != out).any(axis=1))
-assert moved.tolist() == list(range(5, 20))
-say(f"token 5 moves the outputs {moved[0]} to {moved[-1]}, and no other document")
-seen = position_ids + 1  # the keys that each token sees
-say(f"scores: {seen.sum()} of {48 * 49 // 2} without boundaries")
-
-# %% [markdown]
-# **The loss at a boundary.** The target of a document's last token would be the first token of another document, which
-# nothing predicts. Give it the target -100: PyTorch and minipar ignore such a target, and do not count it. The mean is
-# over the targets that are left on all ranks of dp and cp together, whose number differs from step to step.
-# (Megatron-LM ignores these targets with `--eod-mask-loss`; without it the boundary is trained like any other token.)
-#
-# **The work.** A document of $n$ tokens has $n(n+1)/2$ scores, so 48 tokens in one document are 1,176 scores and in
-# three of 16 tokens 408. Ranks with equally many tokens need not have equal work: over ranks a rank's queries see
-# nothing of most blocks, and zig-zag over the whole sample (11.6) is no longer even, as late tokens of a sample may be
-# early ones of a document. So deal out each document by itself. What does not divide by $2c$ is taken from its
-# beginning, where tokens see few others, and dealt out one by one, to and fro:
-
-
-# %%
-def deal(lengths, c):
-    """Return the rank of each token: zig-zag in each document."""
-    places = []
-    dealt = 0
-    for n in lengths:
-        size, rest = divmod(n, 2 * c)
-        places += [*((dealt + np.arange(rest)) % (2 * c)), *np.arange(2 * c).repeat(size)]
-        dealt += rest
-    return np.minimum(places, 2 * c - 1 - np.array(places))
-
-
-for name, owner in (("zig-zag over the sample", deal([48], 4)), ("in each document", deal(lengths, 4))):
-    work = np.bincount(owner, weights=seen)
-    assert np.bincount(owner).tolist() == [12] * 4  # every rank has as many tokens
-    say(f"{name:>24}: scores of 4 ranks {work.astype(int).tolist()}, even to {work.mean() / work.max():.0%}")
-
-# %% [markdown]
-# In documents of hundreds of tokens the second line is over 99 %, in each step of the ring too. (Of real GPUs 75.9 % of
-# one device's speed is published for zig-zag in documents and 58.1 % for an all-gather, on 8 H800; that counts messages
-# and small kernels.) In the library: `with mp.packed(position_ids):`. [The museum](../docs/museum.md) has what happens
-# if cp forgets the boundaries (exhibit 31): the loss does not show it. The norm does, beside a right run. Without one
-# take the probe above: change a token of the first document, and look for outputs that move in another.
-#
-# ## 11.14 Problems
+# ## 11.13 Problems
 #
 # *Deeper, 30 minutes.*
 #
@@ -1067,7 +992,7 @@ for name, owner in (("zig-zag over the sample", deal([48], 4)), ("in each docume
 # 6. Could forward send $q$ and the running $(o, \lambda)$ around, while keys and values stay? What would a rank send
 # per step, and when is that less?
 #
-# ## 11.15 Answers
+# ## 11.14 Answers
 #
 # *Deeper, 10 minutes.*
 #

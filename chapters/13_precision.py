@@ -193,7 +193,10 @@ assert np.abs(np.array(curves["bf16, with an fp32 master"]) - curves["exact"]).m
 # %%
 import math
 
+from minipar.more.precision import MixedPrecisionAdamW, enable_two_bytes
 from minipar.nn import AdamW, Parameter
+
+enable_two_bytes()  # parameters of 2 bytes are refused before, as they would be multiplied in 2 bytes
 
 
 def adamw_step(weight, master, m, v, gradient, step, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8):
@@ -209,7 +212,7 @@ start = np.linspace(-2, 2, 500, dtype=np.float32).astype(bf16)
 ours = start.copy()
 parameter = Parameter(start.copy())
 state = ours.astype(np.float32), np.zeros(500, np.float32), np.zeros(500, np.float32)
-library = AdamW([parameter], lr=1e-3)
+library = MixedPrecisionAdamW([parameter], lr=1e-3)
 for i in range(1, 11):
     parameter.grad = np.random.default_rng(i).normal(1, 0.3, 500).astype(bf16)
     adamw_step(ours, *state, parameter.grad, i)
@@ -221,11 +224,12 @@ assert (state[0] < wide - 0.008).all() and stuck[np.abs(wide) > 0.5].all()
 say(f"ten steps: our masters and weights = AdamW's; without masters {stuck.mean():.0%} of these would stand still")
 
 # %% [markdown]
-# The library's version is the same, with weight decay. Parameters of 4 or 8 bytes have no masters:
+# The library's version is the same, with weight decay: AdamW, which updates what `value(i)` returns, and a subclass in
+# which that is the master. Parameters of 4 or 8 bytes have no masters:
 
 # %%
 if rank == 0:
-    show_source(AdamW.update)
+    show_source(AdamW.update, MixedPrecisionAdamW.update)
 
 # %% [markdown]
 # ### An aside: stochastic rounding
@@ -645,13 +649,14 @@ if rank == 0:
 #
 # *Deeper, 6 minutes.*
 #
-# The rounding around operations is one file, and no operation knows of it:
+# The rounding is a node around the operation's own node, and no operation knows of it. `enable_two_bytes` adds it to
+# `node_wrappers`, the functions that may put another node in the place of an operation's:
 
 # %%
-from minipar.autograd import precision
+from minipar.more import precision
 
 if rank == 0:
-    show_source(precision.forward, precision.backward)
+    show_source(precision.rounded, precision.Rounded)
 
 # %% [markdown]
 # Rounding is a function of its input like any other, so the proofs of the other chapters hold: where the order of sums
@@ -816,7 +821,7 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 # | --- | --- | --- | --- |
 # | `--dtype bfloat16` | `--bf16` | `bf16: {enabled: true}` | `MixedPrecisionPolicy`, `torch.autocast` |
 # | `--dtype float16` | `--fp16` | `fp16: {enabled: true}` | the same, and `GradScaler` |
-# | `AdamW.masters` | `main_param` | `single_partition_of_fp32_groups` | parameters kept in fp32 |
+# | `MixedPrecisionAdamW.masters` | `main_param` | `single_partition_of_fp32_groups` | parameters kept in fp32 |
 # | fp32 gradients (13.3) | `--accumulate-allreduce-grads-in-fp32` | `data_types.grad_accum_dtype` | `reduce_dtype` |
 # | fp32 sums (13.5) | `--grad-reduce-in-bf16` | `communication_data_type` | `reduce_dtype` |
 # | start at $2^{16}$ | `--initial-loss-scale` | `initial_scale_power: 16` | `init_scale=2.**16` |

@@ -7,9 +7,10 @@ from .autograd import concatenate as concatenate
 from .autograd import cross_entropy_sum as cross_entropy_sum
 from .autograd import gelu as gelu
 from .autograd import no_grad as no_grad
-from .autograd import packed as packed
 from .autograd import relu as relu
 from .autograd import softmax as softmax
+from .autograd import stack as stack
+from .autograd import where as where
 from .comm.communicator import Communicator as Communicator
 from .comm.launch import launch as launch
 from .comm.mesh import DeviceMesh as DeviceMesh
@@ -28,6 +29,7 @@ from .nn.llama import LlamaConfig as LlamaConfig
 from .nn.module import Module as Module
 from .nn.moe import Mixtral as Mixtral
 from .nn.moe import MixtralConfig as MixtralConfig
+from .nn.optim import SGD as SGD
 from .nn.optim import AdamW as AdamW
 from .nn.parameter import Parameter as Parameter
 from .parallel.context import context_parallel as context_parallel

@@ -10,8 +10,8 @@ from minipar.autograd import no_grad
 from minipar.backend import from_host, to_host
 from minipar.cli import UsageParser, report
 from minipar.errors import UsageError
+from minipar.nn.gpt import LanguageModel
 from minipar.nn.layers import generator
-from minipar.nn.transformer import LanguageModel
 from minipar.train.flags import count
 from minipar.train.pretrained import load_pretrained
 

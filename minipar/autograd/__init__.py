@@ -1,8 +1,9 @@
 """Tensors with gradients: read rules.py, tensor.py, backward.py, fused.py, attention.py in turn."""
 
+from minipar.autograd import rules
 from minipar.autograd.attention import METHODS, causal_attention
 from minipar.autograd.backward import DeferredGradients, defer_weight_gradients, queue_callback
-from minipar.autograd.documents import documents_of, packed, packed_ids
+from minipar.autograd.checks import IGNORE_INDEX, check_ids, check_targets
 from minipar.autograd.fused import (
     concatenate,
     cross_entropy_sum,
@@ -14,17 +15,18 @@ from minipar.autograd.fused import (
     linear,
     rms_norm,
     rotary,
+    stack,
     swiglu,
 )
-from minipar.autograd.guards import IGNORE_INDEX, check_ids, check_targets
 from minipar.autograd.mapping import mapping
-from minipar.autograd.modes import grad_enabled, no_grad, position_ids, randomness
+from minipar.autograd.modes import grad_enabled, no_grad, randomness
 from minipar.autograd.recompute import checkpoint
-from minipar.autograd.rules import Gradient, LazyGradient, PendingGradient
+from minipar.autograd.rules import Gradient, LazyGradient
 from minipar.autograd.tensor import Function, Tensor, operation
 
 relu = Tensor.relu  # functions, as in torch.nn.functional
 softmax = Tensor.softmax
+where = operation(rules.where)
 
 __all__ = [
     "DeferredGradients",
@@ -33,7 +35,6 @@ __all__ = [
     "IGNORE_INDEX",
     "LazyGradient",
     "METHODS",
-    "PendingGradient",
     "Tensor",
     "causal_attention",
     "check_ids",
@@ -42,7 +43,6 @@ __all__ = [
     "concatenate",
     "cross_entropy_sum",
     "defer_weight_gradients",
-    "documents_of",
     "dropout",
     "embedding",
     "flop_counter",
@@ -53,14 +53,13 @@ __all__ = [
     "mapping",
     "no_grad",
     "operation",
-    "packed",
-    "packed_ids",
-    "position_ids",
     "queue_callback",
     "randomness",
     "relu",
     "rms_norm",
     "rotary",
     "softmax",
+    "stack",
     "swiglu",
+    "where",
 ]

@@ -7,15 +7,13 @@ attention; Hugging Face's repeat_kv). In this file queries are (B, n, g, T, d), 
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from minipar.autograd.documents import Document, documents_of, other_documents, packed_ids
+from minipar.autograd.checks import refuse_dropout
 from minipar.autograd.fused import product
-from minipar.autograd.guards import refuse_dropout
 from minipar.autograd.heads import empty_heads, group_heads, join_heads, separate_heads, split_heads
 from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Function, Tensor
@@ -45,18 +43,12 @@ def above_diagonal(length: int, dtype: DTypeLike) -> Array:
 class FullAttention(Function):
     """softmax(q k^T / sqrt(d) + causal mask) v. All probabilities are kept for backward.
 
-    `keep` and `probability` are those of `dropped`. `position_ids` are those of `packed`, or None.
+    `keep` and `probability` are those of `dropped`.
     """
 
     def forward(
-        self,
-        qkv: Array,
-        heads: int,
-        kv_heads: int,
-        keep: Array | None,
-        probability: float,
-        position_ids: np.ndarray | None,
-    ) -> Array:
+        self, qkv: Array, heads: int, kv_heads: int, keep: Array | None, probability: float
+    ) -> Array:  # fmt: skip
         self.heads = heads
         self.kv_heads = kv_heads
         self.probability = probability
@@ -66,8 +58,6 @@ class FullAttention(Function):
         p = product(q, transposed(k))  # the scores: (B, n, g, T, T)
         p *= scale_of(q)
         p += above_diagonal(q.shape[-2], q.dtype)
-        if position_ids is not None:
-            p += other_documents(position_ids, q.dtype)
         # Each row's own maximum: a global one would underflow far rows to 0/0.
         p -= p.max(axis=-1, keepdims=True)
         xp.exp(p, out=p)
@@ -93,7 +83,7 @@ class FullAttention(Function):
         product(dscores, k, out=dq)
         dscores = join_rows(dscores)
         product(transposed(dscores), join_rows(q), out=dk)
-        return dqkv, None, None, None, None, None
+        return dqkv, None, None, None, None
 
 
 def dropped(p: Array, keep: Array | None, probability: float) -> Array:
@@ -274,44 +264,6 @@ def merge(out_1: Array, lse_1: Array, out_2: Array, lse_2: Array) -> tuple[Array
     return out, lse
 
 
-# ---- documents -----------------------------------------------------------------------------------
-
-
-def attend_documents(
-    documents: Sequence[Document], q: Array, k: Array, v: Array, scale: float
-) -> tuple[Array, Array]:  # fmt: skip
-    """Compute `attend` inside of each document. Nothing is computed across a boundary."""
-    out = empty_heads(q)
-    lse = xp.empty(q.shape[:-1], dtype=q.dtype)
-    for sample, tokens in documents:
-        rows = (sample, ..., tokens, slice(None))
-        out[rows], lse[sample, ..., tokens] = attend(q[rows], k[rows], v[rows], scale)
-    return out, lse
-
-
-def attend_documents_backward(
-    documents: Sequence[Document],
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    scale: float,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Compute (dq, dk, dv) of `attend_documents` from its inputs and results."""
-    dq = xp.empty_like(q)
-    dk = xp.empty_like(k)
-    dv = xp.empty_like(v)
-    for sample, tokens in documents:
-        rows = (sample, ..., tokens, slice(None))
-        row_lse = lse[sample, ..., tokens]
-        dq[rows], dk[rows], dv[rows] = attend_backward(
-            dout[rows], q[rows], k[rows], v[rows], out[rows], row_lse, scale
-        )  # fmt: skip
-    return dq, dk, dv
-
-
 # ---- the node ------------------------------------------------------------------------------------
 
 
@@ -374,23 +326,16 @@ def causal_attention(
     qkv (B, T, (a + 2n) d) has the `heads` of q next to the `kv_heads` (None: as many) of k and
     those of v. With `keep` (B, a, T, T), booleans, the probabilities go through dropout. `method`
     is one of METHODS: "full" keeps scores and masks, "blockwise" makes scores again in backward,
-    and its memory grows as T; "auto" is full up to one block of tokens, and with dropout. Inside
-    `packed`, no token sees another document. UsageError for dropout in blocks.
+    and its memory grows as T; "auto" is full up to one block of tokens, and with dropout. UsageError
+    for dropout in blocks.
     """
     if method not in METHODS:
         raise ValueError(f"attention {method!r}: expected one of {', '.join(METHODS)}")
     if kv_heads is None:
         kv_heads = heads
-    samples, length, _ = qkv.shape
-    position_ids = packed_ids(length, samples)
-    if keeps_scores(method, length, drops=keep is not None):
-        return FullAttention.apply(qkv, heads, kv_heads, keep, probability, position_ids)
+    if keeps_scores(method, qkv.shape[1], drops=keep is not None):
+        return FullAttention.apply(qkv, heads, kv_heads, keep, probability)
     if keep is not None:
         remedy = "attention='full' or dropout=0"
         refuse_dropout(f"dropout = {probability}", "attention='blockwise'", remedy)
-    if position_ids is None:
-        return BlockwiseAttention.apply(qkv, heads, kv_heads, attend, attend_backward)
-    documents = documents_of(position_ids)
-    forward = partial(attend_documents, documents)
-    backward = partial(attend_documents_backward, documents)
-    return BlockwiseAttention.apply(qkv, heads, kv_heads, forward, backward)
+    return BlockwiseAttention.apply(qkv, heads, kv_heads, attend, attend_backward)

@@ -7,15 +7,14 @@ plain loop without recursion.
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from minipar.autograd import precision
-from minipar.autograd.guards import check_unchanged
-from minipar.autograd.rules import AnyGradient, LazyGradient, PendingGradient
+from minipar.autograd.checks import check_unchanged
+from minipar.autograd.rules import Gradients, LazyGradient
 from minipar.backend import Array, setting
 from minipar.memory import hold
 
@@ -30,20 +29,31 @@ class Leaf(Protocol):
     def accumulate(self, contribution: Array | LazyGradient) -> None: ...
 
 
-class Node(Protocol):
+class Node:
     """A node of the graph: an operation that has run (tensor.Function), and where its inputs come from.
 
-    For each input that needs a gradient, either `input_nodes` has the node that computed the input,
-    or `input_leaves` has the input itself. Neither keeps the array of a computed input, which is
-    freed unless a node has saved it.
+    For each input that needs a gradient, `inputs` has the node that computed the input, or the
+    input itself if it is a leaf; None for the others. The array of a computed input is not kept: it
+    is freed unless a node has saved it.
     """
 
-    input_nodes: "tuple[Node | None, ...]"
-    input_leaves: tuple[Any, ...]  # a Leaf or None for each input
+    backward: Callable[..., Gradients | Array]
     number: int
-    freed: bool
 
-    def free(self) -> None: ...
+    def __init__(self) -> None:
+        self.inputs: tuple[Node | Leaf | None, ...] = ()
+        self.saved: dict[str, Any] = {}  # what backward gets besides the gradient, by name
+        self.freed = False
+
+    def operation_name(self) -> str:
+        """Return the operation's name, for errors and for lists of the graph."""
+        return type(self).__name__
+
+    def free(self) -> None:
+        """Drop what forward saved. Backward goes through a node once."""
+        self.saved = {}
+        self.inputs = ()
+        self.freed = True
 
 
 def unbroadcast(grad: Array | LazyGradient, shape: tuple[int, ...]) -> Array | LazyGradient:
@@ -58,36 +68,21 @@ def unbroadcast(grad: Array | LazyGradient, shape: tuple[int, ...]) -> Array | L
 def run_backward(root: Node, gradient: Array) -> None:
     """Send `gradient` from `root` down to every leaf. Each node is visited once, when its gradient is complete."""
     nodes, uses = reachable(root)
-    gradients: dict[Node, Array] = {root: gradient}  # the sums so far, by node that is still to come
-    deferred = _deferral.get()
+    gradients = {root: gradient}  # the sums so far, by node that is still to come
+    put_off = _deferral.get()
     with running_pass(uses) as current:
         while nodes:
             node = nodes.pop()  # the largest number: all users of its output are done
+            inputs = node.inputs
             results = input_gradients(node, gradients.pop(node, None))
-            input_nodes = node.input_nodes
-            input_leaves = node.input_leaves
             node.free()
-            # Leaves first: while an input's gradient is still on its way from other ranks (a
-            # PendingGradient), the weight's gradient is computed.
-            for leaf, result in zip(input_leaves, results, strict=True):
-                if leaf is None:
-                    continue
-                if isinstance(result, PendingGradient):
-                    result = result.wait()
-                if deferred is not None and isinstance(result, LazyGradient):
-                    deferred.append((leaf, result, current))
-                else:
-                    current.close_use(leaf, result)
-            for input_node, result in zip(input_nodes, results, strict=True):
-                if input_node is None or result is None:
-                    continue
-                if isinstance(result, LazyGradient):
-                    result = result.compute(None)
-                elif isinstance(result, PendingGradient):
-                    result = result.wait()
-                if input_node in gradients:
-                    result = gradients[input_node] + result  # not in place: others may hold it
-                gradients[input_node] = result
+            for x, result in zip(inputs, results, strict=True):
+                if isinstance(x, Node):
+                    add_gradient(gradients, x, result)
+                elif x is not None and put_off is not None and isinstance(result, LazyGradient):
+                    put_off.append((x, result, current))
+                elif x is not None:
+                    current.close_use(x, result)
             del results  # frees what the next node's backward does not need
 
 
@@ -102,24 +97,36 @@ def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
             raise ValueError(
                 "backward() a second time through the same graph: its saved arrays are already freed"
             )
-        for input_node in node.input_nodes:
-            if input_node is not None and input_node not in nodes:
-                nodes.add(input_node)
-                stack.append(input_node)
-        for leaf in node.input_leaves:
-            if leaf is not None:
-                check_unchanged(leaf, node.number)
-                uses[leaf] += 1
+        for x in node.inputs:
+            if isinstance(x, Node):
+                if x not in nodes:
+                    nodes.add(x)
+                    stack.append(x)
+            elif x is not None:
+                check_unchanged(x, node.number)
+                uses[x] += 1
     return sorted(nodes, key=lambda node: node.number), uses
 
 
-def input_gradients(node: Node, grad: Array | None) -> Sequence[AnyGradient]:
+def input_gradients(node: Node, grad: Array | None) -> Gradients:
     """Run the node's backward. Return a gradient or None for each input; all None if none has reached the node."""
     if grad is None:
-        return [None] * len(node.input_nodes)
-    results = precision.backward(node, grad)
+        return (None,) * len(node.inputs)
+    results = node.backward(grad, **node.saved)
+    if not isinstance(results, tuple):  # a function of one input may return its gradient alone
+        results = (results,)
     hold("activations", *results)
     return results
+
+
+def add_gradient(gradients: dict[Node, Array], node: Node, result: Array | LazyGradient | None) -> None:
+    """Add what one user of a node's output contributes to the gradient of that output."""
+    if isinstance(result, LazyGradient):
+        result = result.compute(None)
+    if node in gradients and result is not None:
+        result = gradients[node] + result  # not in place: others may hold it
+    if result is not None:
+        gradients[node] = result
 
 
 @dataclass

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 
-from minipar.autograd.guards import IGNORE_INDEX, check_targets, check_whole_logits
+from minipar.autograd.checks import IGNORE_INDEX, check_targets
 from minipar.autograd.rules import Gradient, Gradients, LazyGradient, Result
 from minipar.autograd.tensor import Function, Tensor, operation
 from minipar.backend import Array, setting, xp
@@ -38,15 +38,15 @@ def as_rows(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def getter(leaf: Tensor | None, array: Array) -> Callable[[], Array]:
+def getter(source: object, array: Array) -> Callable[[], Array]:
     """Return a function that returns an input, to be saved in the array's place.
 
     It is for an input that may be a leaf: ZeRO stage 3 frees a parameter between forward and
     backward, and gathers it again into another array.
     """
-    if leaf is None:
-        return lambda: array
-    return lambda: leaf.data
+    if isinstance(source, Tensor):
+        return lambda: source.data
+    return lambda: array
 
 
 class LinearFunction(Function):
@@ -55,7 +55,7 @@ class LinearFunction(Function):
     def forward(self, x: Array, weight: Array, bias: Array | None, transposed: bool) -> Array:
         self.transposed = transposed
         rows = as_rows(x)  # (N, in)
-        self.save_for_backward(x=rows, weight=getter(self.input_leaves[1], weight))
+        self.save_for_backward(x=rows, weight=getter(self.inputs[1], weight))
         matrix = weight.T if transposed else weight  # (in, out)
         y = product(rows, matrix)  # (N, out)
         if bias is not None:
@@ -134,7 +134,7 @@ class _LayerNorm(Function):
         variance = xp.einsum("...i,...i->...", xhat, xhat)[..., None] / x.shape[-1]  # (..., 1)
         rstd = 1 / xp.sqrt(variance + eps)
         xhat *= rstd
-        self.save_for_backward(xhat=xhat, rstd=rstd, weight=getter(self.input_leaves[1], weight))
+        self.save_for_backward(xhat=xhat, rstd=rstd, weight=getter(self.inputs[1], weight))
         y = xhat * weight
         if bias is not None:
             y += bias
@@ -231,6 +231,16 @@ def concatenate(tensors: Sequence[Tensor | Array], dim: int = 0) -> Tensor:
     return _concatenate(*tensors, dim=dim)
 
 
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Join tensors of one shape along a new dim. NB: torch.stack."""
+    rows = []
+    for x in tensors:
+        shape = list(x.shape)
+        shape.insert(dim % (x.ndim + 1), 1)
+        rows.append(x.reshape(*shape))
+    return concatenate(rows, dim)
+
+
 @operation
 def swiglu(gate: Array, up: Array) -> Result:
     """Compute silu(gate) * up with silu(x) = x / (1 + exp(-x)) (Shazeer 2020); both (..., f)."""
@@ -271,13 +281,13 @@ def rotary(
 ) -> Result:  # fmt: skip
     """Rotate the heads of q and k by their tokens' positions (Su et al. 2021), and join q, k and v.
 
-    (B, T, a d), (B, T, n d), (B, T, n d), integer positions (T,) or (B, T)
+    (B, T, a d), (B, T, n d), (B, T, n d), integer positions (T,)
     -> (B, T, (a + 2n) d) for `causal_attention`, with heads of d = `size` elements. Elements i and
     i + d/2 are a pair, as in Hugging Face's code (in Meta's, 2i and 2i+1); at position p it is
     rotated by the angle p theta^(-2i/d).
     """
     frequencies = theta ** (xp.arange(0, size, 2) / -size)  # (d/2,), float64 whatever the dtype
-    angles = positions[..., None] * frequencies  # (T, d/2), or (B, T, d/2)
+    angles = positions[:, None] * frequencies  # (T, d/2)
     start_k = q.shape[-1]
     start_v = start_k + k.shape[-1]
 
@@ -290,8 +300,8 @@ def rotary(
     def dv(g: Array) -> Array:
         return g[..., start_v:]
 
-    packed = xp.concatenate([_rotate(q, angles), _rotate(k, angles), v], axis=-1)
-    return packed, Gradient(dq, angles=angles), Gradient(dk, angles=angles), dv
+    joined = xp.concatenate([_rotate(q, angles), _rotate(k, angles), v], axis=-1)
+    return joined, Gradient(dq, angles=angles), Gradient(dk, angles=angles), dv
 
 
 @operation
@@ -351,10 +361,8 @@ def cross_entropy_sum(logits: Tensor, targets: Array) -> Tensor:
     """Sum -log softmax(logits)[target], in nats, over the positions whose target is not -100.
 
     logits (..., V), integer targets (...,). As ranks may have unequal counts of targets, a mean is
-    left to the caller. UsageError for a target that is not below V, for targets of another shape
-    (flat ones are fine), and for logits that are a rank's part of a split vocabulary.
+    left to the caller. UsageError for a target that is not below V, and for targets of another shape
+    (flat ones are fine).
     """
-    if logits.node is not None:
-        check_whole_logits(logits.shape[-1], logits.node.all_columns)
     check_targets(targets, logits.shape[:-1], logits.shape[-1])
     return CrossEntropyFunction.apply(logits, targets)

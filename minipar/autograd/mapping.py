@@ -11,8 +11,6 @@ ArrayFunction = Callable[[Array], Array]
 class Mapping(Function):
     """The node of `mapping`."""
 
-    widens = False
-
     def forward(self, x: Array, function: ArrayFunction, adjoint: ArrayFunction) -> Array:
         self.save_for_backward(adjoint=adjoint)
         return function(x)

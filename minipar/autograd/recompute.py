@@ -5,16 +5,15 @@ NB: activation checkpointing; torch.utils.checkpoint.checkpoint.
 
 from collections.abc import Callable, Sequence
 
-from minipar.autograd.modes import grad_enabled, no_grad, position_ids, randomness
+from minipar.autograd.backward import node_numbers, reachable
+from minipar.autograd.modes import grad_enabled, no_grad, randomness
 from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, setting
 
 
-class _Checkpoint(Function):
+class CheckpointFunction(Function):
     """The node of `checkpoint`."""
-
-    widens = False
 
     def forward(self, function: Callable[..., Tensor], arity: int, *arrays: Array) -> Array:
         # Only the function's own inputs are kept. The parameters after them are inputs of this
@@ -22,7 +21,6 @@ class _Checkpoint(Function):
         inputs = arrays[:arity]
         self.save_for_backward(function=function, inputs=inputs)
         self.randomness = randomness.get()
-        self.position_ids = position_ids.get()
         with no_grad():
             output = function(*[Tensor(array) for array in inputs])
         return output.data
@@ -34,10 +32,15 @@ class _Checkpoint(Function):
         tensors = []
         for array, need in zip(inputs, needs, strict=False):
             tensors.append(Tensor(array, need))
-        documents = setting(position_ids, self.position_ids)
+        start = next(node_numbers)
         # The function runs with gradients even in `no_grad`.
-        with documents, setting(randomness, self.randomness), setting(grad_enabled, True):
+        with setting(randomness, self.randomness), setting(grad_enabled, True):
             output = function(*tensors)
+        nodes = [] if output.node is None else reachable(output.node)[0]
+        for node in nodes:
+            if node.number < start:
+                what = f"checkpoint: the function reads a result of {node.operation_name()} from outside"
+                raise ValueError(f"{what}, which backward would go through twice: make it an input")
         output.backward(grad)  # parameters receive their gradients in here
         gradients = [tensor.grad for tensor in tensors]
         no_gradients = [None] * (len(needs) - len(inputs))  # for the parameters
@@ -49,9 +52,9 @@ def checkpoint(
 ) -> Tensor:  # fmt: skip
     """Compute `function(*inputs)` and keep only `inputs`; backward runs the function again.
 
-    The second run computes the same bits, with the same dropout masks and documents. `parameters` are the leaves
+    The second run computes the same bits, with the same dropout masks. `parameters` are the leaves
     that `function` uses besides `inputs`. They are listed so that no gradient hook runs before this
     block's backward, and so that the result requires a gradient even if no input does. NB:
     recompute, or activation checkpointing (Chen et al. 2016).
     """
-    return _Checkpoint.apply(function, len(inputs), *inputs, *parameters)
+    return CheckpointFunction.apply(function, len(inputs), *inputs, *parameters)

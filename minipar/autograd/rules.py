@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from minipar.autograd.guards import dim_order
 from minipar.backend import Array, xp
 
 Dims = int | tuple[int, ...] | None  # one dim, several, or all
@@ -35,15 +34,7 @@ class LazyGradient:
     compute: Callable[[Array | None], Array]
 
 
-@dataclass
-class PendingGradient:
-    """The gradient of an input, while other ranks add to it; `defer_weight_gradients` never puts it off."""
-
-    wait: Callable[[], Array]
-
-
-AnyGradient = Array | LazyGradient | PendingGradient | None  # None: the input needs no gradient
-Gradients = tuple[AnyGradient, ...]  # one for each input
+Gradients = tuple[Array | LazyGradient | None, ...]  # one for each input, None where it needs none
 
 
 # ---- elements ------------------------------------------------------------------------------------
@@ -145,6 +136,49 @@ def relu(x: Array) -> Result:
     return xp.maximum(x, 0), Gradient(dx, positive=positive)
 
 
+def sqrt(x: Array) -> Result:
+    """Take the square root of each element."""
+    y = xp.sqrt(x)
+
+    def dx(g: Array, y: Array) -> Array:
+        return g / (2 * y)
+
+    return y, Gradient(dx, y=y)
+
+
+def abs(x: Array) -> Result:
+    """Take the absolute value of each element. The gradient at 0 is 0, as PyTorch's."""
+
+    def dx(g: Array, x: Array) -> Array:
+        return g * xp.sign(x)
+
+    return xp.abs(x), Gradient(dx, x=x)
+
+
+def sigmoid(x: Array) -> Result:
+    """Compute 1 / (1 + e^-x) of each element."""
+    y = 0.5 + 0.5 * xp.tanh(0.5 * x)  # exp(-x) would overflow
+
+    def dx(g: Array, y: Array) -> Array:
+        return g * y * (1 - y)
+
+    return y, Gradient(dx, y=y)
+
+
+def where(condition: Array, a: Array, b: Array) -> Result:
+    """Take the elements of a where the condition (booleans) is True, and those of b elsewhere."""
+
+    def da(g: Array, condition: Array) -> Array:
+        return xp.where(condition, g, 0)
+
+    def db(g: Array, condition: Array) -> Array:
+        return xp.where(condition, 0, g)
+
+    of_a = Gradient(da, condition=condition)
+    of_b = Gradient(db, condition=condition)
+    return xp.where(condition, a, b), None, of_a, of_b
+
+
 # ---- rows and matrices ---------------------------------------------------------------------------
 
 
@@ -155,6 +189,17 @@ def softmax(x: Array, dim: int = -1) -> Result:
 
     def dx(g: Array, y: Array) -> Array:
         return y * (g - (g * y).sum(axis=dim, keepdims=True))
+
+    return y, Gradient(dx, y=y)
+
+
+def log_softmax(x: Array, dim: int = -1) -> Result:
+    """Compute the logarithm of `softmax`, which does not overflow."""
+    y = x - x.max(axis=dim, keepdims=True)
+    y -= xp.log(xp.exp(y).sum(axis=dim, keepdims=True))
+
+    def dx(g: Array, y: Array) -> Array:
+        return g - xp.exp(y) * g.sum(axis=dim, keepdims=True)
 
     return y, Gradient(dx, y=y)
 
@@ -217,10 +262,17 @@ def reshape(x: Array, *shape: int) -> Result:
 def transpose(x: Array, *dims: int) -> Result:
     """Swap two dims, as PyTorch does.
 
-    Permute all dims if all of three or more are named; reverse them if none is. ValueError for
-    other dims. NB: NumPy's transpose(0, 1) leaves a matrix as it is, and PyTorch's swaps its dims.
+    Permute all dims if all of three or more are named; reverse them if none is. NB: NumPy's
+    transpose(0, 1) leaves a matrix as it is, and PyTorch's swaps its dims.
     """
-    order = dim_order(x.shape, dims)
+    order = list(range(x.ndim))
+    if len(dims) == 2:
+        first, second = dims
+        order[first], order[second] = order[second], order[first]
+    elif dims:
+        order = [order[dim] for dim in dims]
+    else:
+        order.reverse()
     inverse = [order.index(dim) for dim in range(x.ndim)]
 
     def dx(g: Array) -> Array:

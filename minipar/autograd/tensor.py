@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, Self
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Self
 
 import numpy as np
 
-from minipar.autograd import precision, rules
+from minipar.autograd import rules
 from minipar.autograd.backward import Node, node_numbers, run_backward, unbroadcast
-from minipar.autograd.guards import check_gradient, check_is_leaf, check_one_element, check_requires_grad
 from minipar.autograd.modes import grad_enabled
 from minipar.autograd.rules import Dims, Gradient, Gradients, LazyGradient
 from minipar.backend import Array, xp
@@ -25,31 +24,27 @@ SHOWN = 8  # elements of a tensor whose values are printed; of a larger one the 
 P = ParamSpec("P")
 
 
-class Function:
+# A seam: each of these may return another node in the place of an operation's, which then runs on the same inputs.
+node_wrappers: list[Callable[[Any, Sequence[Any]], Any]] = []
+
+
+class Function(Node):
     """A differentiable operation. The instance that `apply` creates is the node of the graph.
 
     Subclasses write `forward(self, *inputs) -> array`, to which Tensor arguments arrive as arrays.
     It calls `save_for_backward(name=array)` with what backward needs. They also write
     `backward(self, grad, name)`, which gets what was saved, and returns the gradient or a tuple of
     gradients: one for each input, None where there is none. A gradient may be a LazyGradient
-    or a PendingGradient (rules.py). `needs[i]` is True if input i needs one. Backward never changes
-    its argument `grad`, which other nodes may hold, too. NB: torch.autograd.Function, where
+    (rules.py). `needs[i]` is True if input i needs one. Backward never changes its argument `grad`,
+    which other nodes may hold, too. NB: torch.autograd.Function, where
     backward finds the arrays in ctx.saved_tensors.
     """
 
     forward: Callable[..., Array]
-    backward: Callable[..., Gradients | Array]
-    number: int
-    all_columns: int | None = None  # the length of the result's last dim on all ranks together
-    widens = True  # read by precision.py: False in a function that only moves values
-    narrow: np.dtype | None = None  # written by precision.py: the inputs' dtype, if it has 2 bytes
 
     def __init__(self) -> None:
+        super().__init__()
         self.needs: tuple[bool, ...] = ()
-        self.input_nodes: tuple[Node | None, ...] = ()
-        self.input_leaves: tuple[Tensor | None, ...] = ()
-        self.saved: dict[str, Any] = {}
-        self.freed = False
 
     @classmethod
     def apply(cls, *inputs: Any) -> Tensor:
@@ -60,35 +55,30 @@ class Function:
         """Keep these arrays for backward, which gets them under the same names."""
         self.saved = saved
 
-    def free(self) -> None:
-        """Drop what forward saved. Backward goes through a node once."""
-        self.saved = {}
-        self.input_nodes = ()
-        self.input_leaves = ()
-        self.freed = True
-
-    def operation_name(self) -> str:
-        """Return the operation's name, for errors and for lists of the graph."""
-        return type(self).__name__
-
 
 def record(node: Function, inputs: Sequence[Any]) -> Tensor:
     """Run a node's forward. The result refers to the node if an input needs a gradient."""
+    for wrap in node_wrappers:
+        node = wrap(node, inputs)
     enabled = grad_enabled.get()
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
-    arrays = [x.data if isinstance(x, Tensor) else x for x in inputs]
     node.needs = tuple([enabled and isinstance(x, Tensor) and x.requires_grad for x in inputs])
-    needed = [x if need else None for x, need in zip(inputs, node.needs, strict=True)]
     # An input that needs a gradient was computed by a node, or it is a leaf.
-    node.input_nodes = tuple([None if x is None else x.node for x in needed])
-    node.input_leaves = tuple([None if x is None or x.node is not None else x for x in needed])
-    output = Tensor(precision.forward(node, arrays, tensors))
+    node.inputs = tuple([source_of(x) if need else None for x, need in zip(inputs, node.needs, strict=True)])
+    arrays = [x.data if isinstance(x, Tensor) else x for x in inputs]
+    output = Tensor(node.forward(*arrays))
     hold("activations", output.data, *node.saved.values())
     if any(node.needs):
         node.number = next(node_numbers)
         output.node = node
         output.requires_grad = True
     return output
+
+
+def source_of(x: Tensor) -> Node | Tensor:
+    """Return the node that computed a tensor, or the tensor itself if it is a leaf."""
+    if x.node is None:
+        return x
+    return x.node
 
 
 class InputGradient(NamedTuple):
@@ -105,6 +95,8 @@ class Operation(Function):
 
     def __init__(self, rule: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__()
+        if "axis" in options:
+            options["dim"] = options.pop("axis")  # NumPy's name of a dim
         self.rule = rule
         self.options = options
         self.gradients: list[InputGradient] = []
@@ -114,6 +106,8 @@ class Operation(Function):
 
     def forward(self, *inputs: Any) -> Array:
         output, *gradients = self.rule(*inputs, **self.options)
+        if any(self.needs[len(gradients) :]):
+            raise ValueError(f"{self.operation_name()} has no gradient for its last input: give a constant")
         for i, gradient in enumerate(gradients):
             if not self.needs[i]:
                 continue
@@ -157,9 +151,11 @@ class Tensor:
     as `concatenate`):
 
         x + y, x - y, x * y, x / y, -x, x ** 2, x @ y, x[index]
-        exp, log, tanh, relu, softmax, sum, mean, max, reshape, transpose, swapaxes
+        exp, log, sqrt, abs, tanh, sigmoid, relu, softmax, log_softmax, sum, mean, max
+        reshape, transpose, T, swapaxes, split
 
-    y is a tensor, an array or a Python number; shapes broadcast as NumPy's. `grad` is None before
+    y is a tensor, an array or a Python number; shapes broadcast as NumPy's. `axis` is another name
+    of `dim`. A tensor of one element compares, rounds and prints as its number. `grad` is None before
     the first gradient. A leaf may have a `grad_buffer`, a view into flat storage: gradients are
     written there, and `grad` is that buffer.
     """
@@ -202,11 +198,29 @@ class Tensor:
 
     def item(self) -> float:
         """Return the value of a tensor of one element. ValueError for more elements, or none."""
-        check_one_element(self.shape, self.size)
         return self.data.item()
 
     def __float__(self) -> float:
         return float(self.item())
+
+    def __lt__(self, other: Any) -> bool:
+        return self.item() < float(other)
+
+    def __le__(self, other: Any) -> bool:
+        return self.item() <= float(other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self.item() > float(other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self.item() >= float(other)
+
+    def __round__(self, digits: int | None = None) -> float:
+        return round(self.item(), digits)
+
+    def __array__(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise TypeError: NumPy's functions know no graph."""
+        raise TypeError("a NumPy function of a Tensor: give it the array, `.data`; gradients end there")
 
     def __format__(self, spec: str) -> str:
         """Format the value of a tensor without dims, as in f"{loss:.3f}"; NB: as PyTorch does."""
@@ -224,7 +238,8 @@ class Tensor:
         Returns its remover. NB: PyTorch has the same name; there the hook runs after each
         accumulation.
         """
-        check_is_leaf(self.node)
+        if self.node is not None:
+            raise ValueError(f"hooks are for leaves: this is the result of {self.node.operation_name()}")
         self.hooks.append(hook)
         return functools.partial(self.hooks.remove, hook)
 
@@ -235,10 +250,15 @@ class Tensor:
         saved is freed as the pass goes through it. ValueError for a tensor without a graph, a
         missing or misshapen `gradient`, and a second backward through the same graph.
         """
-        check_gradient(gradient, self.shape, self.size)
-        check_requires_grad(self.requires_grad)
-        if gradient is None:
+        if gradient is None and self.size == 1:
             gradient = xp.ones_like(self.data)
+        if gradient is None or gradient.shape != self.shape:
+            raise ValueError(f"backward() of a tensor of shape {self.shape} needs a gradient of that shape")
+        if not self.requires_grad:
+            causes = (
+                "it was computed under no_grad, or from arrays (.data), or a PipelineModule has run backward"
+            )
+            raise ValueError(f"backward() of a tensor that does not require a gradient: {causes}")
         if self.node is None:
             self.accumulate(gradient)
         else:
@@ -271,19 +291,34 @@ class Tensor:
 
     exp = operation(rules.exp)
     log = operation(rules.log)
+    sqrt = operation(rules.sqrt)
+    abs = __abs__ = operation(rules.abs)
     tanh = operation(rules.tanh)
+    sigmoid = operation(rules.sigmoid)
     relu = operation(rules.relu)
     softmax = operation(rules.softmax)
+    log_softmax = operation(rules.log_softmax)
     sum = operation(rules.sum)
     max = operation(rules.max)
     reshape = operation(rules.reshape)
     transpose = operation(rules.transpose)
     swapaxes = operation(rules.swapaxes)
 
-    def mean(self, dim: Dims = None, keepdims: bool = False) -> Tensor:
+    @property
+    def T(self) -> Tensor:
+        """The tensor with all dims reversed."""
+        return self.transpose()
+
+    def mean(self, dim: Dims = None, keepdims: bool = False, axis: Dims = None) -> Tensor:
         """Return the mean over a dim, over several, or over all."""
-        total = self.sum(dim, keepdims)
+        total = self.sum(dim if axis is None else axis, keepdims)
         return total * (total.size / self.size)
+
+    def split(self, size: int, dim: int = 0) -> list[Tensor]:
+        """Cut into parts of this size along a dim; the last may be smaller. NB: torch.Tensor.split."""
+        before = (slice(None),) * (dim % self.ndim)
+        starts = range(0, self.shape[dim], size)
+        return [self[(*before, slice(start, start + size))] for start in starts]
 
     def __neg__(self) -> Tensor:
         return self * -1

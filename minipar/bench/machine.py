@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,17 +189,17 @@ class LocalGroup:
         """Return as many copies of the bytes as there are ranks."""
         return [data] * self.size
 
-    def all_reduce(self, x: np.ndarray, async_op: bool = False, **options: str) -> Any:
+    def all_reduce(self, x: np.ndarray, **options: str) -> np.ndarray:
         """Return x."""
-        return SimpleNamespace(wait=lambda: x) if async_op else x
+        return x
 
     def all_gather(self, chunk: np.ndarray, **options: str) -> np.ndarray:
         """Return zeros of the gathered size."""
         return np.zeros(chunk.size * self.size, chunk.dtype)
 
-    def reduce_scatter(self, x: np.ndarray, async_op: bool = False, **options: str) -> Any:
+    def reduce_scatter(self, x: np.ndarray, **options: str) -> np.ndarray:
         """Return zeros of a chunk's size."""
-        return SimpleNamespace(wait=lambda: np.zeros(x.size // self.size, x.dtype))
+        return np.zeros(x.size // self.size, x.dtype)
 
 
 def measure_pieces(comm: Communicator, shape: Shape, repeat: int) -> dict[str, float]:
@@ -267,7 +266,7 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
 
 def _build(shape: Shape) -> tuple[GPT, Any]:
     config = GPTConfig(shape.vocab_size, shape.seq_len, shape.hidden, BLOCKS, shape.heads)
-    model = GPT(config, deferred=True)
+    model = GPT(config)
     if shape.tp == 1:
         return model, shard(model, serial(), 0)
     group: Any = LocalGroup(shape.tp)

@@ -232,7 +232,7 @@ def measure_zero(comm: Communicator, config: GPTConfig, batch: int, dtype: str, 
     inputs, targets = random_batch(config, batch, seed=comm.rank)
 
     def at_stage(stage: int, prefetch: bool) -> Callable[[], float]:
-        model = GPT(config, dtype=dtype, deferred=True)
+        model = GPT(config, dtype=dtype)
         wrapper: DataParallel = shard(model, comm, stage)
         if isinstance(wrapper, FullyShardedDataParallel):
             wrapper.prefetch = prefetch

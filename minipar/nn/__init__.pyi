@@ -1,6 +1,5 @@
 """The public names; lazy_loader reads this file, and so do editors and type checkers."""
 
-from .deferred import placeholder as placeholder
 from .gpt import GPT as GPT
 from .gpt import GPTConfig as GPTConfig
 from .layers import Dropout as Dropout
@@ -26,3 +25,4 @@ from .optim import learning_rate as learning_rate
 from .optim import squared_norm as squared_norm
 from .parameter import Owner as Owner
 from .parameter import Parameter as Parameter
+from .parameter import placeholder as placeholder

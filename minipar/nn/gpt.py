@@ -2,19 +2,79 @@
 
 Pre-LayerNorm blocks, learned positions, tanh GELU, scores scaled by 1/sqrt(head size), output head
 tied to the token embedding. Shapes: B samples, T tokens per sample, h hidden, V vocabulary.
-transformer.py says what strategies change.
+
+The model does not know that it is parallel; strategies change it from outside. Tensor parallelism
+replaces layers by parallel ones, divides each attention's heads, and replaces the two functions
+that see the whole vocabulary, `project` and `criterion`. Context parallelism replaces each
+`attention`, and `positions`. Both give `mask_slices` to each Dropout that sees a part of an
+activation. Pipeline parallelism runs a range of `segments` on each rank. Data parallelism and ZeRO
+move all parameters into flat storage and add gradient hooks; stage 3 wraps each segment's `run`.
 """
 
-import math
-from dataclasses import dataclass
-from typing import Any
+# What is a field of one config is a property of another.
+# mypy: disable-error-code="override"
 
-from minipar.autograd import Tensor, gelu
-from minipar.backend import Array
-from minipar.nn.layers import Dropout, Embedding, Init, LayerNorm, Linear
-from minipar.nn.module import Module
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear
+from minipar.backend import Array, xp
+from minipar.nn.layers import Dropout, Embedding, LayerNorm, Linear
+from minipar.nn.module import Module, Segment, array_of
 from minipar.nn.parameter import Parameter
-from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
+
+
+class TransformerConfig:
+    """The shape of a model, which other code reads under these names. The base of the models' configs.
+
+    Each config is a frozen dataclass, whose fields have the names of its config.json.
+    """
+
+    model_type: ClassVar[str]  # as in config.json
+    vocab_size: int
+    n_positions: int  # the length of the longest sequence
+    n_embd: int  # the hidden size h
+    n_layer: int  # the number of blocks
+    n_head: int  # heads of queries
+    n_kv_head: int  # heads of keys, and of values
+    n_inner: int  # the MLP's inner size
+    tie_word_embeddings: bool  # whether the head is the token embedding
+    layer_matrices: int  # the elements of a layer's matrices that a token is multiplied with
+    parameters: int  # the elements of all parameters
+    num_local_experts: int  # only a Mixtral has experts
+    aux_coefficient = 0.0  # the factor of their auxiliary loss
+
+    def build(self, **options: Any) -> "LanguageModel":
+        """Make the model of this shape; `options` are the other arguments of its class."""
+        raise TypeError(f"{type(self).__name__} does not define build")
+
+    def __post_init__(self) -> None:
+        if self.n_embd % self.n_head:
+            raise ValueError(f"hidden {self.n_embd} is not divisible by heads {self.n_head}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"heads {self.n_head} are not divisible by kv-heads {self.n_kv_head}")
+
+    def to_dict(self: Any) -> dict[str, Any]:
+        """Return the fields by their names, which are those of config.json."""
+        return asdict(self)
+
+    def segment_flops(self, length: int) -> list[int]:
+        """Return the operations per token of each segment, in sequences of `length`.
+
+        They are counted as `forward_flops` counts them.
+        """
+        block = 2 * self.layer_matrices + 4 * length * self.n_embd
+        return [0, *[block] * self.n_layer, 2 * self.n_embd * self.vocab_size]
+
+    def forward_flops(self, batch: int, length: int) -> int:
+        """Return the operations of forward's matrix products; backward takes twice as many.
+
+        Source: Narayanan et al. 2021.
+        """
+        return batch * length * sum(self.segment_flops(length))
 
 
 @dataclass(frozen=True)
@@ -41,6 +101,11 @@ class GPTConfig(TransformerConfig):
         return 4 * self.n_embd
 
     @property
+    def residual_std(self) -> float:
+        """Return the std of the projections whose results are added to x: 2 n_layer are."""
+        return self.initializer_range / math.sqrt(2 * self.n_layer)
+
+    @property
     def layer_matrices(self) -> int:
         # c_attn has 3 h^2 elements, its c_proj h^2, c_fc 4 h^2 and its c_proj 4 h^2.
         return 12 * self.n_embd**2
@@ -56,25 +121,29 @@ class GPTConfig(TransformerConfig):
         return GPT(self, **options)
 
 
-def norm_of(model: "GPT") -> LayerNorm:
-    """Make a LayerNorm over the hidden dim."""
-    config = model.config
-    # All values are deferred until `assemble` computes them.
-    return LayerNorm(config.n_embd, config.layer_norm_epsilon, model.dtype, deferred=True)
+class SelfAttention(Module):
+    """The base of the models' attention layers: what strategies change.
+
+    `heads` of q, and `kv_heads` of k and of v, are computed here, by `attention`.
+    """
+
+    heads: int
+    kv_heads: int
+    attention: Callable[..., Tensor] = staticmethod(causal_attention)
 
 
 class Attention(SelfAttention):
     """Multi-head causal self-attention: (B, T, h) -> (B, T, h)."""
 
-    def __init__(self, model: "GPT", name: str) -> None:
-        h = model.config.n_embd
-        self.heads = model.config.n_head
-        self.kv_heads = model.config.n_head
-        self.attention = model.attention
-        self.c_attn = Linear(h, 3 * h, name=f"{name}.c_attn", **model.init)
-        self.c_proj = Linear(h, h, name=f"{name}.c_proj", **model.residual_init)
-        self.attn_dropout = Dropout(f"{name}.attn_dropout", model.drop_probability)
-        self.resid_dropout = Dropout(f"{name}.resid_dropout", model.drop_probability)
+    def __init__(self, config: GPTConfig, name: str, seed: int | None, dtype: str, dropout: float) -> None:
+        h = config.n_embd
+        self.heads = config.n_head
+        self.kv_heads = config.n_head
+        std = config.initializer_range
+        self.c_attn = Linear(h, 3 * h, name=f"{name}.c_attn", seed=seed, dtype=dtype, std=std)
+        self.c_proj = Linear(h, h, name=f"{name}.c_proj", seed=seed, dtype=dtype, std=config.residual_std)
+        self.attn_dropout = Dropout(f"{name}.attn_dropout", dropout)
+        self.resid_dropout = Dropout(f"{name}.resid_dropout", dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.c_attn(x)  # (B, T, 3h)
@@ -88,11 +157,12 @@ class Attention(SelfAttention):
 class MLP(Module):
     """Two linear layers with a GELU between them: (B, T, h) -> (B, T, 4h) -> (B, T, h)."""
 
-    def __init__(self, model: "GPT", name: str) -> None:
-        h = model.config.n_embd
-        self.c_fc = Linear(h, 4 * h, name=f"{name}.c_fc", **model.init)
-        self.c_proj = Linear(4 * h, h, name=f"{name}.c_proj", **model.residual_init)
-        self.dropout = Dropout(f"{name}.dropout", model.drop_probability)
+    def __init__(self, config: GPTConfig, name: str, seed: int | None, dtype: str, dropout: float) -> None:
+        h = config.n_embd
+        std = config.initializer_range
+        self.c_fc = Linear(h, 4 * h, name=f"{name}.c_fc", seed=seed, dtype=dtype, std=std)
+        self.c_proj = Linear(4 * h, h, name=f"{name}.c_proj", seed=seed, dtype=dtype, std=config.residual_std)
+        self.dropout = Dropout(f"{name}.dropout", dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.c_proj(gelu(self.c_fc(x))))  # (B, T, 4h) inside
@@ -101,53 +171,105 @@ class MLP(Module):
 class Block(Module):
     """One Transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, model: "GPT", name: str) -> None:
-        self.ln_1 = norm_of(model)
-        self.attn = Attention(model, f"{name}.attn")
-        self.ln_2 = norm_of(model)
-        self.mlp = MLP(model, f"{name}.mlp")
+    def __init__(self, config: GPTConfig, name: str, seed: int | None, dtype: str, dropout: float) -> None:
+        self.ln_1 = LayerNorm(config.n_embd, config.layer_norm_epsilon, dtype)
+        self.attn = Attention(config, f"{name}.attn", seed, dtype, dropout)
+        self.ln_2 = LayerNorm(config.n_embd, config.layer_norm_epsilon, dtype)
+        self.mlp = MLP(config, f"{name}.mlp", seed, dtype, dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 
+def all_positions(length: int) -> Array:
+    """Return the positions of a sequence's tokens, where a rank has them all: (T,)."""
+    return xp.arange(length)
+
+
+class LanguageModel(Module):
+    """A decoder-only Transformer: tokens (B, T) -> logits (B, T, V). The base class of GPT and Llama.
+
+    A subclass makes the layers and the `segments`, of which the last ends with `project`.
+    """
+
+    segments: list[Segment]
+    head_weight: Tensor | None = None  # the head's leaf of the token embedding, if the head is tied
+
+    def __init__(self, config: TransformerConfig, dtype: str, recompute: bool) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.recompute = recompute
+        # What strategies replace.
+        self.positions: Callable[[int], Array] = all_positions
+        self.project: Callable[[Tensor, Tensor], Tensor] = partial(linear, transposed=True)
+        self.criterion: Callable[[Tensor, Array], Tensor] = cross_entropy_sum
+
+    @property
+    def token_embedding(self) -> Parameter:
+        """Return the matrix (V, h) in which tokens are looked up."""
+        raise TypeError(f"{type(self).__name__} does not define token_embedding")
+
+    def run_block(self, block: Module, x: Tensor) -> Tensor:
+        """Run one block, (B, T, h) -> (B, T, h); with `recompute`, backward runs it again."""
+        if self.recompute:
+            return checkpoint(block, x, parameters=block.parameters())
+        return block(x)
+
+    def forward(self, tokens: Array) -> Tensor:
+        x: Array | Tensor = array_of(tokens)
+        for segment in self.segments:
+            x = segment.run(x)
+        return x
+
+    def loss_sum(self, x: Array, y: Array) -> Tensor:
+        """Return the cross-entropy in nats of tokens x (B, T), summed over the targets y.
+
+        Targets of -100 do not count.
+        """
+        return self.criterion(self(x), array_of(y))
+
+
 class GPT(LanguageModel):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
-    `dropout` is the probability everywhere GPT-2 has it: after the embedding, on the attention
-    probabilities, after attention and after the MLP. It acts only inside `layers.dropping(keys)`.
-    The other arguments are LanguageModel's. Matrices start from N(0, initializer_range^2), biases
-    from 0 and gains from 1 (GPT-2 paper, section 2.3). Each block adds two outputs to x; the std of
-    their projections, `c_proj`, is divided by sqrt(2 n_layer). ValueError for a sequence longer
-    than `n_positions`.
+    `seed` and the parameters' names determine the initial weights (see layers.py): matrices start
+    from N(0, initializer_range^2), biases from 0 and gains from 1 (GPT-2 paper, section 2.3), and
+    `residual_std` is that of `c_proj`. `recompute=True` keeps only each block's input and runs the
+    block again in backward. `dropout` is the probability everywhere GPT-2 has it: after the
+    embedding, on the attention probabilities, after attention and after the MLP. It acts only
+    inside `layers.dropping(keys)`.
     """
 
-    config_type = GPTConfig
     config: GPTConfig
 
     def __init__(
         self,
         config: GPTConfig,
-        seed: int = 0,
+        seed: int | None = 0,
         dtype: str = "float32",
         recompute: bool = False,
-        deferred: bool = False,
-        attention: str = "auto",
         *,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(config, seed, dtype, recompute, deferred, attention)
-        small = config.initializer_range / math.sqrt(2 * config.n_layer)
-        self.residual_init = Init(seed=seed, dtype=self.dtype, std=small, deferred=True)
-        self.drop_probability = dropout
-        self.wte = Embedding(config.vocab_size, config.n_embd, name="wte", **self.init)
-        self.wpe = Embedding(config.n_positions, config.n_embd, name="wpe", **self.init)
+        super().__init__(config, dtype, recompute)
+        h = config.n_embd
+        std = config.initializer_range
+        self.wte = Embedding(config.vocab_size, h, name="wte", seed=seed, dtype=dtype, std=std)
+        self.wpe = Embedding(config.n_positions, h, name="wpe", seed=seed, dtype=dtype, std=std)
         self.drop = Dropout("drop", dropout)
-        blocks = {f"h.{i}": Block(self, f"h.{i}") for i in range(config.n_layer)}
-        self.h = list(blocks.values())
-        self.ln_f = norm_of(self)
-        self.assemble([self.wte.weight, self.wpe.weight], blocks, self.ln_f)
+        self.h = [Block(config, f"h.{i}", seed, dtype, dropout) for i in range(config.n_layer)]
+        self.ln_f = LayerNorm(h, config.layer_norm_epsilon, dtype)
+        # In a pipeline the token embedding is on two ranks; so the head has a leaf of its own, whose
+        # gradient is added before the step.
+        self.head_weight: Tensor = self.wte.weight.tie()
+        embeddings = [self.wte.weight, self.wpe.weight]
+        self.segments = [Segment("embedding", self.embed, embeddings, reads_in_backward=False)]
+        for i, block in enumerate(self.h):
+            run = partial(self.run_block, block)
+            self.segments.append(Segment(f"h.{i}", run, block.parameters()))
+        read_by_head = [self.wte.weight, *self.ln_f.parameters()]
+        self.segments.append(Segment("head", self.head, read_by_head, is_last=True))
 
     @property
     def token_embedding(self) -> Parameter:
@@ -155,8 +277,9 @@ class GPT(LanguageModel):
 
     def embed(self, tokens: Array) -> Tensor:
         """Add the embeddings of tokens and positions: integers (B, T) -> (B, T, h)."""
-        length = tokens.shape[1]
-        if length > self.config.n_positions:
-            has = f"the model has {self.config.n_positions} positions"
-            raise ValueError(f"sequence of {length} tokens, but {has}")
-        return self.drop(self.wte(tokens) + self.wpe(self.positions(length)))
+        return self.drop(self.wte(tokens) + self.wpe(self.positions(tokens.shape[1])))
+
+    def head(self, x: Tensor) -> Tensor:
+        """Multiply the normalized rows with the token embedding, (B, T, h) -> (B, T, V)."""
+        self.head_weight.data = self.wte.weight.data  # its storage may have moved
+        return self.project(self.ln_f(x), self.head_weight)

@@ -11,17 +11,15 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from minipar.autograd import Tensor, check_ids, dropout, embedding, layer_norm, linear, randomness, rms_norm
 from minipar.backend import Array, from_host, setting, xp
-from minipar.nn.deferred import placeholder
-from minipar.nn.guards import check_columns, check_made_outside, check_probability
+from minipar.errors import UsageError
 from minipar.nn.module import Module
-from minipar.nn.parameter import Parameter
+from minipar.nn.parameter import Parameter, placeholder
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
@@ -35,39 +33,21 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> np.ndarr
     return generator(seed, name).standard_normal(shape) * std
 
 
-class Init(TypedDict):
-    """The keyword arguments of Linear and Embedding that say how their weights are drawn."""
-
-    seed: int
-    dtype: str
-    std: float
-    deferred: bool
-
-
-def drawn(
-    name: str, shape: tuple[int, ...], seed: int, dtype: str, std: float, deferred: bool
-) -> Parameter:  # fmt: skip
+def drawn(name: str, shape: tuple[int, ...], seed: int | None, dtype: str, std: float) -> Parameter:
     """Make a parameter of values from N(0, std^2), drawn by name.
 
-    With `deferred` they are drawn when `materialize` or `move_to` is called.
+    With seed None it has a shape and no values, as on PyTorch's meta device.
     """
-    check_made_outside(name)
-
-    def make() -> Array:
-        return from_host(normal(seed, name, shape, std).astype(dtype))
-
-    parameter = Parameter(placeholder(shape, dtype), make, deferred)
+    if seed is None:
+        return Parameter(placeholder(shape, dtype))
+    parameter = Parameter(from_host(normal(seed, name, shape, std).astype(dtype)))
     parameter.drawn_by = (seed, name)
     return parameter
 
 
-def constant(value: float, size: int, dtype: str, deferred: bool) -> Parameter:
-    """Make a parameter whose elements are all `value`; `deferred` as in `drawn`."""
-
-    def make() -> Array:
-        return xp.full(size, value, dtype=dtype)
-
-    return Parameter(placeholder((size,), dtype), make, deferred)
+def constant(value: float, size: int, dtype: str) -> Parameter:
+    """Make a parameter whose elements are all `value`."""
+    return Parameter(xp.full(size, value, dtype=dtype))
 
 
 def as_tensor(x: Tensor | Array, dtype: DTypeLike) -> Tensor:
@@ -88,17 +68,15 @@ class Linear(Module):
 
     def __init__(
         self, n_in: int, n_out: int, *, name: str, bias: bool = True, transposed: bool = False,
-        seed: int = 0, dtype: str = "float32", std: float = 0.02, deferred: bool = False,
+        seed: int | None = 0, dtype: str = "float32", std: float = 0.02,
     ) -> None:  # fmt: skip
         shape = (n_out, n_in) if transposed else (n_in, n_out)
         self.transposed = transposed
-        self.weight = drawn(f"{name}.weight", shape, seed, dtype, std, deferred)
-        self.bias = constant(0, n_out, dtype, deferred) if bias else None
+        self.weight = drawn(f"{name}.weight", shape, seed, dtype, std)
+        self.bias = constant(0, n_out, dtype) if bias else None
 
     def forward(self, x: Tensor | Array) -> Tensor:
         x = as_tensor(x, self.weight.dtype)
-        inputs = self.weight.shape[1] if self.transposed else self.weight.shape[0]
-        check_columns("Linear", inputs, x.shape)
         return linear(x, self.weight, self.bias, self.transposed)
 
 
@@ -110,11 +88,11 @@ class Embedding(Module):
 
     def __init__(
         self, count: int, dim: int, *, name: str,
-        seed: int = 0, dtype: str = "float32", std: float = 0.02, deferred: bool = False,
+        seed: int | None = 0, dtype: str = "float32", std: float = 0.02,
     ) -> None:  # fmt: skip
         self.name = name
         self.count = count
-        self.weight = drawn(f"{name}.weight", (count, dim), seed, dtype, std, deferred)
+        self.weight = drawn(f"{name}.weight", (count, dim), seed, dtype, std)
 
     def forward(self, index: Array) -> Tensor:
         return embedding(self.weight, self.checked(index))
@@ -129,11 +107,9 @@ class Embedding(Module):
 class LayerNorm(Module):
     """LayerNorm over the last dim with a gain and a bias: (..., size) -> (..., size)."""
 
-    def __init__(
-        self, size: int, eps: float = 1e-5, dtype: str = "float32", deferred: bool = False
-    ) -> None:  # fmt: skip
-        self.weight = constant(1, size, dtype, deferred)
-        self.bias = constant(0, size, dtype, deferred)
+    def __init__(self, size: int, eps: float = 1e-5, dtype: str = "float32") -> None:
+        self.weight = constant(1, size, dtype)
+        self.bias = constant(0, size, dtype)
         self.eps = eps
 
     def forward(self, x: Tensor | Array) -> Tensor:
@@ -143,10 +119,8 @@ class LayerNorm(Module):
 class RMSNorm(Module):
     """RMSNorm over the last dim with a gain: (..., size) -> (..., size)."""
 
-    def __init__(
-        self, size: int, eps: float = 1e-6, dtype: str = "float32", deferred: bool = False
-    ) -> None:  # fmt: skip
-        self.weight = constant(1, size, dtype, deferred)
+    def __init__(self, size: int, eps: float = 1e-6, dtype: str = "float32") -> None:
+        self.weight = constant(1, size, dtype)
         self.eps = eps
 
     def forward(self, x: Tensor | Array) -> Tensor:
@@ -190,7 +164,8 @@ class Dropout(Module):
     """
 
     def __init__(self, name: str, p: float) -> None:
-        check_probability(p)
+        if not 0 <= p < 1:
+            raise UsageError(f"dropout = {p!r}: expected a probability from 0 on and below 1")
         self.name = name  # the masks are drawn by it
         self.p = p
         # Where the layer applies a slice of each mask. The first one slices the whole mask, the

@@ -3,8 +3,11 @@
 Blocks with RMSNorm before each half, rotary positions, SwiGLU, several heads of q for each head of
 k and v, and no biases. Shapes: B samples, T tokens per sample, h hidden, a heads of q and n heads
 of k and v of d = h/a elements each, f the MLP's inner size, V vocabulary. Matrices are (out, in).
-transformer.py says what strategies change.
+gpt.py says what strategies change.
 """
+
+# What is a field of one config is a property of another.
+# mypy: disable-error-code="override"
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +16,10 @@ from typing import Any
 
 from minipar.autograd import Tensor, rotary, swiglu
 from minipar.backend import Array
-from minipar.nn.layers import Embedding, Init, Linear, RMSNorm
-from minipar.nn.module import Module
+from minipar.nn.gpt import LanguageModel, SelfAttention, TransformerConfig
+from minipar.nn.layers import Embedding, Linear, RMSNorm
+from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
-from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig, identity
 
 
 @dataclass(frozen=True)
@@ -90,14 +93,22 @@ class LlamaConfig(TransformerConfig):
         return Llama(self, **options)
 
 
-def projection(n_in: int, n_out: int, name: str, init: Init) -> Linear:
+def identity(x: Tensor) -> Tensor:
+    """Return x, as a seam of the model does that no strategy has filled."""
+    return x
+
+
+def projection(model: "Llama", n_in: int, n_out: int, name: str) -> Linear:
     """Make a Linear as Llama has it: without a bias, and with a weight (out, in)."""
-    return Linear(n_in, n_out, name=name, bias=False, transposed=True, **init)
+    return Linear(
+        n_in, n_out, name=name, bias=False, transposed=True,
+        seed=model.seed, dtype=model.dtype, std=model.config.initializer_range,
+    )  # fmt: skip
 
 
 def norm_of(model: "Llama") -> RMSNorm:
     """Make an RMSNorm over the hidden dim."""
-    return RMSNorm(model.config.n_embd, model.config.rms_norm_eps, model.dtype, deferred=True)
+    return RMSNorm(model.config.n_embd, model.config.rms_norm_eps, model.dtype)
 
 
 class Attention(SelfAttention):
@@ -109,7 +120,6 @@ class Attention(SelfAttention):
         kv = config.n_kv_head * config.head_size
         self.heads = config.n_head
         self.kv_heads = config.n_kv_head
-        self.attention = model.attention
 
         def positions(length: int) -> Array:
             return model.positions(length)  # context parallelism replaces the model's
@@ -117,10 +127,10 @@ class Attention(SelfAttention):
         self.positions = positions
         self.enter: Callable[[Tensor], Tensor] = identity
         self.rotary = partial(rotary, size=config.head_size, theta=config.rope_theta)
-        self.q_proj = projection(h, h, f"{name}.q_proj", model.init)
-        self.k_proj = projection(h, kv, f"{name}.k_proj", model.init)
-        self.v_proj = projection(h, kv, f"{name}.v_proj", model.init)
-        self.o_proj = projection(h, h, f"{name}.o_proj", model.init)
+        self.q_proj = projection(model, h, h, f"{name}.q_proj")
+        self.k_proj = projection(model, h, kv, f"{name}.k_proj")
+        self.v_proj = projection(model, h, kv, f"{name}.v_proj")
+        self.o_proj = projection(model, h, h, f"{name}.o_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)  # three layers read it
@@ -138,9 +148,9 @@ class MLP(Module):
         h = model.config.n_embd
         f = model.config.n_inner
         self.enter: Callable[[Tensor], Tensor] = identity
-        self.gate_proj = projection(h, f, f"{name}.gate_proj", model.init)
-        self.up_proj = projection(h, f, f"{name}.up_proj", model.init)
-        self.down_proj = projection(f, h, f"{name}.down_proj", model.init)
+        self.gate_proj = projection(model, h, f, f"{name}.gate_proj")
+        self.up_proj = projection(model, h, f, f"{name}.up_proj")
+        self.down_proj = projection(model, f, h, f"{name}.down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)  # two layers read it
@@ -166,8 +176,10 @@ class Body(Module):
 
     def __init__(self, model: "Llama", names: Sequence[str]) -> None:
         config = model.config
-        name = "model.embed_tokens"
-        self.embed_tokens = Embedding(config.vocab_size, config.n_embd, name=name, **model.init)
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.n_embd, name="model.embed_tokens",
+            seed=model.seed, dtype=model.dtype, std=config.initializer_range,
+        )  # fmt: skip
         self.layers = [model.make_block(name) for name in names]
         self.norm = norm_of(model)
 
@@ -175,29 +187,31 @@ class Body(Module):
 class Llama(LanguageModel):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
-    The other arguments are LanguageModel's. Matrices start from N(0, initializer_range), gains from
-    1, as in Hugging Face's code.
+    The arguments are GPT's. Matrices start from N(0, initializer_range), gains from 1, as in
+    Hugging Face's code.
     """
 
-    config_type: type[LlamaConfig] = LlamaConfig
     config: LlamaConfig
 
     def __init__(
-        self,
-        config: LlamaConfig,
-        seed: int = 0,
-        dtype: str = "float32",
-        recompute: bool = False,
-        deferred: bool = False,
-        attention: str = "auto",
+        self, config: LlamaConfig, seed: int | None = 0, dtype: str = "float32", recompute: bool = False
     ) -> None:
-        super().__init__(config, seed, dtype, recompute, deferred, attention)
+        super().__init__(config, dtype, recompute)
+        self.seed = seed
         names = [f"model.layers.{i}" for i in range(config.n_layer)]
         self.model = Body(self, names)
-        if not config.tie_word_embeddings:
-            self.lm_head = projection(config.n_embd, config.vocab_size, "lm_head", self.init)
-        blocks = dict(zip(names, self.model.layers, strict=True))
-        self.assemble([self.token_embedding], blocks, self.model.norm)
+        if config.tie_word_embeddings:
+            self.head_weight = self.token_embedding.tie()
+            matrix = self.token_embedding
+        else:
+            self.lm_head = projection(self, config.n_embd, config.vocab_size, "lm_head")
+            matrix = self.lm_head.weight
+        self.segments = [Segment("embedding", self.embed, [self.token_embedding], reads_in_backward=False)]
+        for name, block in zip(names, self.model.layers, strict=True):
+            run = partial(self.run_block, block)
+            self.segments.append(Segment(name, run, block.parameters()))
+        read_by_head = [matrix, *self.model.norm.parameters()]
+        self.segments.append(Segment("head", self.head, read_by_head, is_last=True))
 
     def make_block(self, name: str) -> Module:
         """Make a layer. Mixtral makes one with experts."""
@@ -208,4 +222,13 @@ class Llama(LanguageModel):
         return self.model.embed_tokens.weight
 
     def embed(self, tokens: Array) -> Tensor:
+        """Look up the tokens: integers (B, T) -> (B, T, h)."""
         return self.model.embed_tokens(tokens)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Multiply the normalized rows with the output matrix, (B, T, h) -> (B, T, V)."""
+        x = self.model.norm(x)
+        if self.head_weight is None:
+            return self.project(x, self.lm_head.weight)
+        self.head_weight.data = self.token_embedding.data  # its storage may have moved
+        return self.project(x, self.head_weight)

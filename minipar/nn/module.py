@@ -10,15 +10,23 @@ from typing import Any
 import numpy as np
 
 from minipar.autograd import IGNORE_INDEX, Tensor
-from minipar.backend import Array, from_host, to_host
-from minipar.nn.guards import array_of, check_state, listed, refuse_set
+from minipar.backend import Array, from_host, to_host, xp
 from minipar.nn.parameter import Parameter, check_holds_values, owners_of, zero_grad
+
+SHOWN = 3  # differences in an error; of more, their number is
+
+
+def array_of(batch: Any) -> Array:
+    """Return a batch as an array: a list or a tensor of torch is copied. TypeError for a Tensor."""
+    if isinstance(batch, xp.ndarray | np.ndarray):
+        return batch
+    return np.asarray(batch)
 
 
 class Module:
     """A callable with parameters: its attributes that are Parameters or Modules, or lists, tuples, dicts of these.
 
-    Lists, tuples and dicts may be nested. A set has no order, and is refused.
+    Lists, tuples and dicts may be nested. NB: a set has no order, so its members are not found.
     """
 
     # The strategies that have split the module, and their ranks.
@@ -26,6 +34,17 @@ class Module:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        """List the modules and the parameters' shapes as a tree."""
+        lines = [type(self).__name__]
+        for name, item in self._items():
+            text = repr(item)
+            if isinstance(item, Parameter):
+                text = str(item.shape)
+            text = text.replace("\n", "\n  ")  # two more columns
+            lines.append(f"  {name}: {text}")
+        return "\n".join(lines)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{type(self).__name__} does not define forward")
@@ -52,7 +71,7 @@ class Module:
         """Return the mean loss over the targets that count."""
         for owner in owners_of(self.parameters()):
             owner.before_mean_loss()
-        y = array_of("targets", y)
+        y = array_of(y)
         return self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
@@ -89,11 +108,6 @@ class Module:
         """Forget all gradients, and those that the parameters' owners keep."""
         zero_grad(self.parameters())
 
-    def materialize(self) -> None:
-        """Compute the values of all parameters that are still deferred."""
-        for parameter in self.parameters():
-            parameter.materialize()
-
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return a copy of every parameter as a host array.
 
@@ -105,27 +119,24 @@ class Module:
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Copy `state` into the parameters.
 
-        ValueError, and no change, for other names or shapes (`check_shapes`).
+        ValueError, and no change, for other names or shapes than the parameters'. It shows the
+        first of them.
         """
         check_holds_values(self.parameters(), "load the state before wrapping the model")
-        check_state(state, len(self.parameters()))
-        self.check_shapes({name: tuple(array.shape) for name, array in state.items()})
-        for name, parameter in self.named_parameters():
+        parameters = dict(self.named_parameters())
+        problems = [f"{name} is unexpected" for name in state if name not in parameters]
+        for name, parameter in parameters.items():
+            if name not in state:
+                problems.append(f"{name} is missing")
+            elif state[name].shape != parameter.shape:
+                shape = tuple(state[name].shape)
+                problems.append(f"{name} has shape {shape}, expected {parameter.shape}")
+        if problems:
+            others = f"; {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise ValueError("; ".join(problems[:SHOWN]) + others)
+        for name, parameter in parameters.items():
             values = np.ascontiguousarray(state[name], dtype=parameter.dtype)
             parameter.data[...] = from_host(values)
-
-    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError if these names or shapes are not the parameters'.
-
-        It shows the shapes, and the first of the names.
-        """
-        own = {name: parameter.shape for name, parameter in self.named_parameters()}
-        wrong = [name for name in own if name in shapes and shapes[name] != own[name]]
-        problems = [f"{name} has shape {shapes[name]}, expected {own[name]}" for name in wrong]
-        problems += listed("unexpected", [name for name in shapes if name not in own])
-        problems += listed("missing", [name for name in own if name not in shapes])
-        if problems:
-            raise ValueError("; ".join(problems))
 
 
 def _items_of(name: str, value: object) -> Iterator[tuple[str, Parameter | Module]]:
@@ -138,9 +149,6 @@ def _items_of(name: str, value: object) -> Iterator[tuple[str, Parameter | Modul
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from _items_of(f"{name}.{i}", item)
-    elif isinstance(value, set | frozenset):
-        if any(isinstance(item, Parameter | Module) for item in value):
-            refuse_set(name)
 
 
 @dataclass

@@ -113,42 +113,6 @@ class SGD(Optimizer):
         parameter.data -= self.lr * gradient
 
 
-class MasterWeights:
-    """Master weights: the float32 copies that an optimizer updates.
-
-    2 bytes are too coarse for small updates. `copies` has a float32 array for each parameter in 2
-    bytes, and None for each other one. Source: Micikevicius et al. 2018, section 3.1.
-    """
-
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self.parameters = parameters
-        self.copies: list[Array | None] = []
-        for p in parameters:
-            self.copies.append(p.data.astype("float32") if p.dtype.itemsize == 2 else None)
-
-    def value(self, i: int) -> Array:
-        """Return what is updated of parameter i: its copy, or its data."""
-        copy = self.copies[i]
-        return self.parameters[i].data if copy is None else copy
-
-    def take_loaded(self, i: int) -> None:
-        """Take the values of a state that was loaded after the optimizer was made.
-
-        It is called before the first update.
-        """
-        copy = self.copies[i]
-        if copy is None:
-            return
-        loaded = self.parameters[i].data
-        if (copy.astype(loaded.dtype) != loaded).any():
-            copy[...] = loaded
-
-    def round(self, i: int) -> None:
-        """Round the updated copy to the parameter's 2 bytes."""
-        if self.copies[i] is not None:
-            self.parameters[i].data[...] = self.copies[i]
-
-
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as torch.optim.AdamW.
 
@@ -158,6 +122,9 @@ class AdamW(Optimizer):
         m = b1 m + (1 - b1) g
         v = b2 v + (1 - b2) g^2
         p = (1 - lr wd) p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    NB: as in PyTorch, parameters in 2 bytes are updated in 2 bytes; more/precision.py has an AdamW
+    that updates copies in float32.
     """
 
     def __init__(
@@ -173,20 +140,20 @@ class AdamW(Optimizer):
         self.betas = betas
         self.eps = eps
         self.weight_decay = weight_decay
-        self.master_weights = MasterWeights(self.parameters)
-        self.masters = self.master_weights.copies
         self.exp_avg = [xp.zeros_like(value) for value in self.values()]
         self.exp_avg_sq = [xp.zeros_like(value) for value in self.values()]
-        hold("optimizer", *self.masters, *self.exp_avg, *self.exp_avg_sq)
+        hold("optimizer", *self.exp_avg, *self.exp_avg_sq)
+
+    def value(self, i: int) -> Array:
+        """Return what is updated of parameter i: its data."""
+        return self.parameters[i].data
 
     def values(self) -> list[Array]:
-        """Return what is updated: each parameter's master, or its data."""
-        return [self.master_weights.value(i) for i in range(len(self.parameters))]
+        """Return what is updated of each parameter."""
+        return [self.value(i) for i in range(len(self.parameters))]
 
     def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
-        if self.steps == 1:
-            self.master_weights.take_loaded(i)
-        value = self.master_weights.value(i)
+        value = self.value(i)
         gradient = gradient.astype(value.dtype, copy=False)
         beta1, beta2 = self.betas
         m = self.exp_avg[i]
@@ -199,17 +166,10 @@ class AdamW(Optimizer):
         if parameter.decays:
             value *= 1 - self.lr * self.weight_decay
         value -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))
-        self.master_weights.round(i)
 
     def moments(self, i: int) -> dict[str, Array]:
-        """Return what this optimizer keeps of parameter i, by torch's names.
-
-        A parameter in 2 bytes also has a master.
-        """
-        kept = {"exp_avg": self.exp_avg[i], "exp_avg_sq": self.exp_avg_sq[i]}
-        if self.masters[i] is not None:
-            kept["master"] = self.masters[i]
-        return kept
+        """Return what this optimizer keeps of parameter i, by torch's names."""
+        return {"exp_avg": self.exp_avg[i], "exp_avg_sq": self.exp_avg_sq[i]}
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state on the host, in torch's format.
@@ -253,7 +213,7 @@ class AdamW(Optimizer):
             saved = state["state"].get(i)
             for name, array in self.moments(i).items():
                 if saved is None:
-                    array[...] = self.parameters[i].data if name == "master" else 0
+                    array[...] = 0
                 elif name in saved:
                     array[...] = from_host(np.asarray(saved[name]).astype(array.dtype))
             if saved is not None:

@@ -1,17 +1,28 @@
 """Parameter: a leaf that is trained, and Owner: a strategy that looks after parameters."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 from minipar.autograd import Tensor
 from minipar.autograd.backward import node_numbers
-from minipar.backend import Array
+from minipar.autograd.tensor import node_wrappers
+from minipar.backend import Array, xp
 from minipar.errors import UsageError
-from minipar.nn.deferred import DeferredValues
 
 
-class Parameter(DeferredValues, Tensor):
-    """A leaf that is trained. Its values may be deferred.
+def placeholder(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Return a read-only NaN of this shape, in one element's memory.
+
+    It is a parameter's data while the values are not on this rank.
+    """
+    return xp.broadcast_to(xp.full((), np.nan, dtype=dtype), shape)
+
+
+class Parameter(Tensor):
+    """A leaf that is trained.
 
     `ties` are leaves that read the same values but collect gradients of their own, as GPT-2's
     output head of `wte`. In a pipeline the two gradients arise on different ranks; so on one device
@@ -19,15 +30,15 @@ class Parameter(DeferredValues, Tensor):
     """
 
     __slots__ = (
-        "changed_at", "changed_values", "decays", "drawn_by", "make", "owners", "placement", "ties",
+        "changed_at", "changed_values", "decays", "drawn_by", "owners", "placement", "ties",
         "used_gradient",
     )  # fmt: skip
 
-    def __init__(
-        self, data: Array, make: Callable[[], Array] | None = None, deferred: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, data: Array) -> None:
         super().__init__(data, requires_grad=True)
-        self.make = make
+        if self.dtype.itemsize == 2 and not node_wrappers:
+            remedy = "call minipar.more.precision.enable_two_bytes() first"
+            raise UsageError(f"a parameter of {self.dtype} would be multiplied in {self.dtype}: {remedy}")
         self.decays = self.ndim >= 2  # whether weight decay applies
         self.drawn_by: tuple[int, str] | None = None  # seed and name, if values start random
         self.ties: list[Tensor] = []
@@ -39,14 +50,17 @@ class Parameter(DeferredValues, Tensor):
         self.used_gradient: Array | None = None
         self.changed_values: Array | None = None
         self.changed_at: int | None = None
-        if not deferred:
-            self.materialize()
 
     def tie(self) -> Tensor:
         """Return a new leaf with this parameter's values and a gradient of its own."""
         leaf = Tensor(self.data, requires_grad=True)
         self.ties.append(leaf)
         return leaf
+
+    def move_to(self, storage: Array) -> None:
+        """Copy the values into `storage`, such as a range of flat storage, and keep them there."""
+        storage[...] = self.data
+        self.data = storage
 
     def fold_tied_gradients(self) -> None:
         """Add the ties' gradients to this one and clear them, so that a second call adds nothing."""

@@ -26,17 +26,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from minipar.autograd import Tensor, packed, packed_ids, position_ids
+from minipar.autograd import Tensor
 from minipar.autograd.attention import BlockwiseAttention, attend, attend_backward, merge
-from minipar.autograd.guards import refuse_dropout
+from minipar.autograd.checks import refuse_dropout
 from minipar.autograd.heads import empty_heads
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
-from minipar.errors import UsageError
+from minipar.nn.gpt import SelfAttention
 from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.moe import MoE
-from minipar.nn.transformer import SelfAttention
 from minipar.parallel.context_guard import ContextGuard
 from minipar.parallel.split_guards import check_split, note_split
 from minipar.parallel.token_order import ContextParallel, check_choice
@@ -71,15 +70,13 @@ def attend_block(
     A rank's own block comes first, and sets `out` and `lse`: every query sees some of it.
     """
     own = source == context.rank
-    for samples, rows, columns in context.visible(source, len(q), q.shape[-2]):
-        keys, values = block[:, samples, ..., columns, :]
-        new_out, new_lse = attend(q[samples, ..., rows, :], keys, values, scale, causal=own)
+    for rows, columns in context.visible(source, q.shape[-2]):
+        keys, values = block[..., columns, :]
+        new_out, new_lse = attend(q[..., rows, :], keys, values, scale, causal=own)
         if not own:
-            old_out = out[samples, ..., rows, :]
-            old_lse = lse[samples, ..., rows]
-            new_out, new_lse = merge(old_out, old_lse, new_out, new_lse)
-        out[samples, ..., rows, :] = new_out
-        lse[samples, ..., rows] = new_lse
+            new_out, new_lse = merge(out[..., rows, :], lse[..., rows], new_out, new_lse)
+        out[..., rows, :] = new_out
+        lse[..., rows] = new_lse
 
 
 def attend_block_backward(
@@ -98,16 +95,16 @@ def attend_block_backward(
     The result has the block's shape. `out` and `lse` are the results of forward for all blocks.
     """
     dblock = xp.zeros_like(block)
-    for samples, rows, columns in context.visible(source, len(q), q.shape[-2]):
-        own_rows = (samples, ..., rows, slice(None))
-        keys, values = block[:, samples, ..., columns, :]
+    for rows, columns in context.visible(source, q.shape[-2]):
+        own_rows = (..., rows, slice(None))
+        keys, values = block[..., columns, :]
         dq_part, dkeys, dvalues = attend_backward(
             dout[own_rows], q[own_rows], keys, values,
-            out[own_rows], lse[samples, ..., rows], scale, causal=source == context.rank,
+            out[own_rows], lse[..., rows], scale, causal=source == context.rank,
         )  # fmt: skip
         dq[own_rows] += dq_part
-        dblock[0, samples, ..., columns, :] += dkeys
-        dblock[1, samples, ..., columns, :] += dvalues
+        dblock[0, ..., columns, :] += dkeys
+        dblock[1, ..., columns, :] += dvalues
     return dblock
 
 
@@ -294,13 +291,7 @@ def block_attention(
         refuse_dropout(f"dropout = {probability}", type(method).__name__, REMEDY)
     if kv_heads is None:
         kv_heads = heads
-    ids = position_ids.get()
-
-    def backward(*arrays: Any) -> tuple[Array, Array, Array]:
-        with packed(ids):  # as in forward: backward may run outside of the block
-            return method.backward(*arrays)
-
-    return BlockwiseAttention.apply(qkv, heads, kv_heads, method.forward, backward)
+    return BlockwiseAttention.apply(qkv, heads, kv_heads, method.forward, method.backward)
 
 
 def context_parallel(
@@ -327,10 +318,6 @@ def context_parallel(
     check_choice("method", method, METHODS)
     check_split(model, "context_parallel", comm)
     context = ContextParallel(comm, order)
-    if method == "ulysses" and context.order == "documents":
-        raise UsageError(
-            "order='documents' with method='ulysses': it has whole samples, and any order is even"
-        )
     modules: list[Any] = [module for _, module in model.named_modules()]
     if context.size > 1 and method != "ulysses":
         check_no_dropout(modules, method)
@@ -350,9 +337,6 @@ def context_parallel(
         if c * count > limit:
             what = f"{c} ranks * {count} tokens, but the model has {limit} positions"
             raise ValueError(f"{what}: give context.part(x)")
-        ids = packed_ids(c * count)
-        if ids is not None:
-            return from_host(context.part(ids))  # (B, T/c)
         return from_host(own(np.arange(c * count)))
 
     def attention_of(serial: Any) -> Any:

@@ -34,7 +34,6 @@ class DistributedDataParallel(DataParallel[Bucket]):
     def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> Bucket:
         bucket = Bucket(parameters, comm)
         for p in parameters:
-            p.materialize()
             hold("parameters", p.data)
         bucket.allocate_gradient()
         return bucket

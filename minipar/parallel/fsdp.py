@@ -17,9 +17,8 @@ from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.memory import allocate, hold
-from minipar.nn.deferred import placeholder
 from minipar.nn.module import Module, Segment
-from minipar.nn.parameter import Parameter
+from minipar.nn.parameter import Parameter, placeholder
 from minipar.parallel.buckets import Bucket, Group, segments_of
 from minipar.parallel.chunks import Chunk, allocate_to_send, at_backward
 from minipar.parallel.wrapper import DataParallel

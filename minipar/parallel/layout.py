@@ -6,7 +6,7 @@ from functools import cached_property
 from math import prod
 
 from minipar.comm.mesh import DeviceMesh
-from minipar.nn.transformer import TransformerConfig
+from minipar.nn.gpt import TransformerConfig
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.model import balanced_cuts, segment_groups
@@ -177,7 +177,7 @@ class StepLayout:
         """
         replica, shard = divmod(dp * self.cp + cp, self.shards)
         own = self.routing_rank(dp * self.cp + cp, tp)
-        model = self.model.build(deferred=True)
+        model = self.model.build(seed=None)
         names = {p: name for name, p in model.named_parameters()}
         units = by_unit(model) if self.schedule is None else segment_groups(model)
         placed = Placements()

@@ -21,7 +21,7 @@ each product is computed leaf by leaf, as products of shapes that all layouts ha
                 by itself. Where they are terms of a sum (the result of a row layer, a column
                 layer's gradient of its input, the softmax of the vocabulary) they add up as a tree.
     tokens      K equal blocks of each sequence, of which sequence parallelism gives a rank some:
-                the gradients of norms, of row layers' biases and of positions that documents repeat
+                the gradients of norms and of row layers' biases
     norm        none: no rounding of the sum of the squares depends on an order (exact_norm.py)
 
 Attention computes each head by itself anyhow, and all else works on rows or on single elements. So
@@ -40,8 +40,8 @@ from minipar.autograd.rules import Gradient, Gradients, Result
 from minipar.autograd.tensor import Function, record
 from minipar.backend import Array, xp
 from minipar.errors import UsageError, check_divides
+from minipar.nn.gpt import TransformerConfig
 from minipar.nn.layers import LayerNorm, RMSNorm
-from minipar.nn.transformer import TransformerConfig
 
 
 def leaf_count(model: TransformerConfig, length: int) -> int:
@@ -108,7 +108,7 @@ class _ColumnLeaves(Function):
         self.leaves = leaves
         self.groups = groups
         rows = as_rows(x)  # (N, in)
-        self.save_for_backward(x=rows, weight=getter(self.input_leaves[1], weight))
+        self.save_for_backward(x=rows, weight=getter(self.inputs[1], weight))
         matrix = weight.T if transposed else weight  # (in, out)
         y = multiply_by_leaves(rows, matrix, leaves, groups)  # (N, out)
         if bias is not None:
@@ -142,7 +142,7 @@ class _RowLeaves(Function):
         self.transposed = transposed
         self.leaves = leaves
         rows = as_rows(x)  # (N, in)
-        self.save_for_backward(x=rows, weight=getter(self.input_leaves[1], weight))
+        self.save_for_backward(x=rows, weight=getter(self.inputs[1], weight))
         y = multiply_as_tree(rows, weight if transposed else weight.T, leaves)  # (N, out)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -228,28 +228,6 @@ def plus_bias(y: Array, bias: Array, leaves: int) -> Result:
         return token_sums(g, leaves)
 
     return y + bias, dy, dbias
-
-
-@operation
-def position_rows(weight: Array, index: Array, leaves: int) -> Result:
-    """Look up rows (n, h) by positions (B, T), as `embedding` does; the gradient is a tree over the tokens.
-
-    The documents of a packed sample repeat a position.
-    """
-    shape = weight.shape
-
-    def dweight(g: Array, index: Array) -> LazyGradient:
-        def compute(out: Array | None) -> Array:
-            sums = xp.empty((leaves, *shape), dtype=g.dtype)
-            blocks = xp.split(g, leaves, axis=1)  # (B, T / leaves, h) each
-            positions = xp.split(index, leaves, axis=1)
-            for block, own, total in zip(blocks, positions, sums, strict=True):
-                add_rows(as_rows(block), own.reshape(-1), total)
-            return copy_rows(tree_sum(sums), out)
-
-        return LazyGradient(compute)
-
-    return weight[index], Gradient(dweight, index=index)
 
 
 @operation

@@ -8,7 +8,7 @@ from minipar.autograd import Tensor
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
-from minipar.nn.module import Module
+from minipar.nn.module import Module, array_of
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket, Group, by_unit
 from minipar.parallel.contract import Contract, place_groups
@@ -85,6 +85,7 @@ class DataParallel(Generic[AnyBucket]):
     def loss(self, x: Array, y: Array) -> Tensor:
         """Return the mean loss over the targets of all ranks. All ranks call it; see loss.py."""
         self.contract.before_loss()
+        y = array_of(y)
         count = self.model.target_count(y)
         begin = self.contract.begin_backward
         return global_mean_loss(self.loss_sum(x, y), count, self.comm, begin, self.after_backward)

@@ -371,6 +371,7 @@ MINIPAR = Framework(
     pairwise=True,
     gathers_ahead=False,
     embedding_returns=True,
+    hidden_sums=False,
     visible_pairs=True,
     parallel_messages=True,
     kept=Activations(

@@ -10,7 +10,7 @@ import numpy as np
 
 from minipar.comm.mesh import DeviceMesh
 from minipar.more.hybrid import HybridComm
-from minipar.nn.transformer import LanguageModel
+from minipar.nn.gpt import LanguageModel
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.context import context_parallel
 from minipar.parallel.expert import expert_parallel

@@ -15,10 +15,11 @@ from minipar.backend import Array, from_host, wait_for_device, xp
 from minipar.comm.clock import ModelClock
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError
+from minipar.more.precision import MixedPrecisionAdamW, enable_two_bytes
+from minipar.nn.gpt import LanguageModel
 from minipar.nn.layers import DropoutKeys, dropping
 from minipar.nn.moe import scale_auxiliary_loss
-from minipar.nn.optim import AdamW, learning_rate
-from minipar.nn.transformer import LanguageModel
+from minipar.nn.optim import learning_rate
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import placement_of
 from minipar.parallel.state import gather_state
@@ -38,12 +39,14 @@ class StepResult:
 
 def make_model(args: Namespace) -> LanguageModel:
     """Make the serial model: of the flags' shape, or what `--init-from` holds."""
+    if np.dtype(args.dtype).itemsize == 2:
+        enable_two_bytes()
     options: dict[str, Any] = {"dtype": args.dtype, "recompute": args.recompute == "full"}
     if args.dropout:
         options["dropout"] = args.dropout
     if args.init_from is not None:
         return load_pretrained(args.init_from, **options)
-    return args.shape.build(seed=args.seed, deferred=True, **options)
+    return args.shape.build(seed=args.seed, **options)
 
 
 class Trainer:
@@ -62,7 +65,9 @@ class Trainer:
         strategies = parallelize(self.model, mesh, args)
         self.ddp, self.context, self.tensor, self.pipeline, self.executor = strategies
         # `update_parameters` sets the learning rate of each step.
-        self.optimizer = AdamW(self.ddp.parameters(), betas=args.betas, weight_decay=args.weight_decay)
+        self.optimizer = MixedPrecisionAdamW(
+            self.ddp.parameters(), betas=args.betas, weight_decay=args.weight_decay
+        )
         self.batches = Batches(tokens, args.seq_len, args.global_batch, args.order, args.seed)
         self.microbatch_size = args.global_batch // (args.dp * args.microbatches)
         self.tokens_per_step = args.global_batch * args.seq_len
@@ -229,8 +234,7 @@ class Trainer:
         self.first_step = run["step"]
         self.optimizer.steps = run["optimizer_steps"]
         self.extra.update(run["extra"])
-        for i in range(len(self.optimizer.parameters)):
-            self.optimizer.master_weights.round(i)  # the file has float32 masters of 2-byte parameters
+        self.optimizer.round_masters()  # the file has float32 masters of 2-byte parameters
         self.ddp.after_step()  # ZeRO gathers the parameters, as after an update
         self.send_tied_weight()
 

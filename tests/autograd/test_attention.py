@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import strict_array
-from training import using
+from training import using, with_attention
 
 from minipar.autograd import Tensor, causal_attention, flop_counter
 from minipar.autograd import attention as module
@@ -159,20 +159,13 @@ def test_dropout_keeps_the_whole_matrix_of_any_length():
 
 
 def test_dropout_in_blocks_is_refused():
-    model = GPT(GPTConfig(5, 4, 6, 3, 2), attention="blockwise", dropout=0.3)
+    model = with_attention(GPT(GPTConfig(5, 4, 6, 3, 2), dropout=0.3), "blockwise")
     tokens = np.zeros((1, 4), int)
     model(tokens)  # outside of `dropping` nothing is dropped
     with dropping(DropoutKeys(0, 0, [0])), pytest.raises(UsageError, match="blockwise"):
         model(tokens)
     with pytest.raises(ValueError, match="sparse"):
         causal_attention(Tensor(normal(1, 2, 3)), 1, method="sparse")
-
-
-def test_a_model_takes_its_method_to_every_layer(monkeypatch):
-    methods = []
-    monkeypatch.setattr(module, "attend", lambda q, k, v, *_: methods.append("blockwise") or (np.zeros(q.shape), None))
-    GPT(GPTConfig(5, 4, 6, 3, 2), attention="blockwise")(np.zeros((1, 4), int))
-    assert methods == ["blockwise"] * 3
 
 
 @pytest.mark.parametrize("length", [1, 4, 13, 16])

@@ -158,7 +158,7 @@ def test_backward_frees_what_forward_saved():
     y = (x * 2.0).exp().sum()
     node = y.node
     y.backward()
-    assert node.saved == {} and node.input_nodes == node.input_leaves == () and node.freed
+    assert node.saved == {} and node.inputs == () and node.freed
 
 
 def test_backward_frees_a_node_s_results_before_the_next_node():

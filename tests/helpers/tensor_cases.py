@@ -39,10 +39,10 @@ def split_along(weight, group, dim):
     shard_parameter(weight, group.shard(dim, weight.shape[dim]))
 
 
-def model_of(tp, dropout=0.0, recompute=False, layers=LAYERS, dtype="float64", deferred=False):
+def model_of(tp, dropout=0.0, recompute=False, layers=LAYERS, dtype="float64"):
     heads, length = SHAPES[tp]
     config = GPTConfig(VOCAB, length, HIDDEN, layers, heads)
-    return GPT(config, seed=4, dtype=dtype, recompute=recompute, dropout=dropout, deferred=deferred)
+    return GPT(config, seed=4, dtype=dtype, recompute=recompute, dropout=dropout)
 
 
 def loss_and_backward(model):
@@ -65,12 +65,10 @@ def serial(tp, dropout):
     return loss_and_backward(model), {name: p.grad for name, p in model.named_parameters()}, weights
 
 
-def parallel(comm, dropout, sequence, recompute=False, deferred=False):
+def parallel(comm, dropout, sequence, recompute=False):
     """A rank's loss; gradients and weights made whole; and its own gradients of the parameters that all have."""
-    model = model_of(comm.size, dropout, recompute, deferred=deferred)
+    model = model_of(comm.size, dropout, recompute)
     tensor = tensor_parallel(model, comm, sequence=sequence)
-    for parameter in model.parameters():
-        parameter.materialize()
     loss = loss_and_backward(model)
     tensor.sum_partial(model.parameters())
     named = list(model.named_parameters())

@@ -5,6 +5,7 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -13,12 +14,12 @@ import numpy as np
 
 import minipar.nn as nn
 from minipar import backend
-from minipar.autograd import Tensor, gelu, linear
+from minipar.autograd import Tensor, causal_attention, gelu, linear
 from minipar.backend import to_host, xp
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.more.hybrid import HybridComm
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.transformer import TransformerConfig
+from minipar.nn.gpt import SelfAttention, TransformerConfig
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
@@ -256,6 +257,14 @@ def small_gpt(**options) -> GPT:
     """Three blocks of 2,197 = 13^3 elements and 351 at the ends, which few numbers of ranks divide; in float64."""
     config = GPTConfig(vocab_size=17, n_positions=8, n_embd=13, n_layer=options.pop("layers", 3), n_head=1)
     return GPT(config, dtype="float64", **options)
+
+
+def with_attention(model, method: str):
+    """Let a model's attention layers use a method of `causal_attention`; return the model."""
+    for _, module in model.named_modules():
+        if isinstance(module, SelfAttention):
+            module.attention = partial(causal_attention, method=method)
+    return model
 
 
 def text(samples, vocab: int = 17, length: int = 8) -> tuple[np.ndarray, np.ndarray]:

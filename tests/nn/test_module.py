@@ -149,3 +149,13 @@ def test_parameters_in_tuples_and_dicts_are_found_once():
     assert net.parameters() == list(dict.fromkeys(parameter for _, parameter in net.named_parameters()))
     assert net.parameters()[0] is net.first.weight and net.parameters()[-1] is net.heads["scale"]
     assert len(list(net.named_modules())) == 5
+
+
+def test_a_module_prints_as_a_tree_of_shapes():
+    lines = repr(MLP()).splitlines()
+    assert lines == [
+        "MLP",
+        *["  norm: LayerNorm", "    weight: (8,)", "    bias: (8,)"],
+        *["  fc1: Linear", "    weight: (8, 32)", "    bias: (32,)"],
+        *["  fc2: Linear", "    weight: (32, 2)"],
+    ]

@@ -20,8 +20,8 @@ BLOCK, ROOT, PSI = 2197, 351, 6 * 2197 + 351
 STAGES = [0, 1, 2, 3]
 
 
-def make(deferred=True):
-    return small_gpt(layers=6, deferred=deferred)
+def make():
+    return small_gpt(layers=6)
 
 
 def batch(rank):
@@ -47,7 +47,7 @@ def loss_of(ddp):
 
 
 def loss_of_serial(state):
-    model = make(deferred=False)
+    model = make()
     model.load_state_dict(state)
     return model.loss(*batch(0)).item()
 
@@ -171,30 +171,6 @@ def test_backward_holds_two_gradients_next_to_the_units(size, kind, units):
         assert BLOCK * 8 < most["buffers"] <= ((2 + units) * BLOCK + head + messages) * 8 < PSI * 8
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_setting_up_stage_3_never_holds_the_whole_model(size):
-    """Deferred values are made one array at a time, in one unit's storage, of which the rank's share stays: the peak is
-    the share, twice (parameters and gradients), and one unit."""
-
-    def rank(comm):
-        model, made, ledger = make(), Watch(allowed=1), MemoryLedger()
-
-        def watching(array):
-            made(array)
-            return array
-
-        for p in model.parameters():
-            p.make = lambda make=p.make: watching(make())
-        with ledger.recording():
-            ddp = FullyShardedDataParallel(model, comm)
-        return ledger.peak, dict(ledger.held), made.most, sum(unit.chunk.data.size for unit in ddp.buckets)
-
-    for peak, held, made, own in run_local(size, rank):
-        assert made == 1 and (2 * own) * 8 < peak <= (2 * own + BLOCK) * 8
-        assert peak < PSI * 8 or size == 2  # two ranks' shares of parameters and gradients are Psi already
-        assert held == dict.fromkeys(KINDS, 0) | {"parameters": own * 8, "gradients": own * 8}
-
-
 # ---- nothing stale ---------------------------------------------------------------------------------------------------
 
 
@@ -265,7 +241,7 @@ def test_rank_0_gets_every_parameter_by_name_others_none(size, stage):
         return whole_state(ddp), [name for name, _ in ddp.model.named_parameters()]
 
     (state, names), *others = run_local(size, rank)
-    expected = make(deferred=False).state_dict()
+    expected = make().state_dict()
     assert list(state) == names == list(expected)
     for name, x in expected.items():
         assert state[name].shape == x.shape and state[name].tobytes() == x.tobytes() and state[name].flags.c_contiguous
@@ -287,7 +263,7 @@ def test_the_state_is_a_copy_that_training_does_not_change():
 
 def test_a_released_parameter_reads_as_nan_never_as_old_values():
     def rank(comm):
-        ddp = FullyShardedDataParallel(make(deferred=False), comm)
+        ddp = FullyShardedDataParallel(make(), comm)
         states = []
         for use in (nothing, loss_of, lambda ddp: step(ddp, AdamW(ddp.parameters()))):
             use(ddp)

@@ -92,7 +92,7 @@ def points(rank):
     return random.standard_normal((3, 3)), random.standard_normal((3, 1))
 
 
-@pytest.mark.parametrize("make", [MLP, lambda: small_gpt(deferred=True)], ids=["MLP", "GPT"])
+@pytest.mark.parametrize("make", [MLP, lambda: small_gpt()], ids=["MLP", "GPT"])
 def test_a_script_shards_within_replicas_with_one_argument(make):
     """`fully_shard(model, HybridComm(world, 2))` on four ranks trains what it does on one device, and holds a half."""
 
@@ -165,7 +165,7 @@ def test_replicas_on_hosts_divide_what_crosses_between_them():
 
 def test_a_state_is_gathered_from_one_replica_alone():
     def sent(comm):
-        training.whole_state(fully_shard(small_gpt(deferred=True), HybridComm(comm, 2)))
+        training.whole_state(fully_shard(small_gpt(), HybridComm(comm, 2)))
         return comm.traffic.bytes("send")
 
     _, half, *others = run_local(4, sent)

@@ -78,7 +78,6 @@ def test_every_rank_sends_on_each_axis_what_was_predicted(name):
 def test_a_model_with_more_positions_than_the_sequence(tmp_path):
     """GPT-2's directory has positions of its own, which travel with the gradients."""
     model = make_model(config_for("--seq-len 20", 1))
-    model.materialize()
     save_pretrained(model, tmp_path)
     flags = f"--tp 2 --pp 2 --sequence-parallel --zero-stage 3 --microbatches 2 --init-from {tmp_path}"
     config = training.config_for(f"--seq-len 8 {flags}", 8)

@@ -8,8 +8,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from minipar.autograd import Tensor
-from minipar.nn import GPT, AdamW, GPTConfig, Parameter
+from minipar.more.precision import MixedPrecisionAdamW, enable_two_bytes
+from minipar.nn import GPT, GPTConfig, Parameter
 from minipar.train.pretrained import save_pretrained
+
+enable_two_bytes()
 
 KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUNDINGS = 16  # of a relative 2^-8 or 2^-11, on the scale of an array's largest element
@@ -93,7 +96,7 @@ def test_adamw_with_masters_is_torchs_on_float32(dtype):
     random = np.random.Generator(np.random.Philox(6))
     p = Parameter(random.standard_normal((5, 7)).astype(dtype))
     q = torch.from_numpy(p.data.astype("float32")).requires_grad_()
-    own, other = AdamW([p], lr=1e-2, weight_decay=0.1), torch.optim.AdamW([q], lr=1e-2, weight_decay=0.1)
+    own, other = MixedPrecisionAdamW([p], lr=1e-2, weight_decay=0.1), torch.optim.AdamW([q], lr=1e-2, weight_decay=0.1)
     for _ in range(20):
         p.grad = random.standard_normal((5, 7)).astype(dtype)
         q.grad = torch.from_numpy(p.grad.astype("float32"))

@@ -13,7 +13,9 @@ from minipar.autograd import (
     layer_norm,
     linear,
     rms_norm,
+    stack,
     swiglu,
+    where,
 )
 from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm
 
@@ -21,6 +23,7 @@ RANDOM = np.random.Generator(np.random.Philox(10))
 F = torch.nn.functional
 INDEX = np.array([[0, 3, 3], [1, 0, 4]])
 TARGETS = np.array([2, -100, 0, 5])
+MASK = np.array([[True, False, True], [False, False, True]])
 
 
 def normal(*shape):
@@ -45,6 +48,15 @@ OPERATIONS = {
               [normal(2, 3, 4)]),
     "indexing": (lambda a: a[INDEX], lambda a: a[torch.tensor(INDEX)], [normal(5, 2)]),
     "reductions": (lambda a: a.sum((0, 2)) * a.mean(), lambda a: a.sum((0, 2)) * a.mean(), [normal(2, 3, 4)]),
+    "more functions": (lambda a: a.abs().sqrt() * a.sigmoid(), lambda a: a.abs().sqrt() * a.sigmoid(), [normal(3, 4)]),
+    "log_softmax": (lambda a: a.log_softmax(0), lambda a: a.log_softmax(0), [3 * normal(3, 4)]),
+    "where": (lambda a, b: where(MASK, a, b), lambda a, b: torch.where(torch.tensor(MASK), a, b),
+              [normal(3), normal(2, 1)]),
+    "stack": (lambda a, b: stack([a, b, a], -1), lambda a, b: torch.stack([a, b, a], -1), [normal(2, 3), normal(2, 3)]),
+    "split": (lambda a: a.split(2, -1)[0] * a.split(2, -1)[1], lambda a: a.split(2, -1)[0] * a.split(2, -1)[1],
+              [normal(3, 5)[:, :4]]),
+    "axis is dim": (lambda a: a.sum(axis=1) * a.mean(axis=1) + a.T[0].softmax(axis=0),
+                    lambda a: a.sum(dim=1) * a.mean(dim=1) + a.T[0].softmax(dim=0), [normal(3, 4)]),
     "linear": (linear, lambda x, w, b: x @ w + b, [normal(2, 3, 4), normal(4, 5), normal(5)]),
     "embedding": (lambda w: embedding(w, INDEX), lambda w: F.embedding(torch.tensor(INDEX), w), [normal(5, 2)]),
     "layer_norm": (layer_norm, lambda x, w, b: F.layer_norm(x, (8,), w, b), [normal(2, 3, 8), normal(8), normal(8)]),

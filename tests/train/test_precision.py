@@ -9,7 +9,8 @@ from minipar.autograd import Tensor
 from minipar.bench.layouts import step_layout
 from minipar.comm import run_local
 from minipar.memory import MemoryLedger
-from minipar.nn import GPT, AdamW, GPTConfig, Linear, Parameter
+from minipar.more.precision import MixedPrecisionAdamW, enable_two_bytes
+from minipar.nn import GPT, GPTConfig, Linear, Parameter
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.memory import elements_placed, model_state, precision_of
 from minipar.parallel.tensor.user_layers import RowParallelLinear
@@ -20,6 +21,8 @@ from minipar.train import checkpoint
 from minipar.train.data import load_tokens
 from minipar.train.flags import parse
 from minipar.train.pretrained import load_pretrained
+
+enable_two_bytes()
 
 TO_THE_BIT = [
     "--dtype bfloat16 --dp 2",
@@ -115,7 +118,7 @@ def test_sums_over_tp_are_float32_where_nobody_says_otherwise():
 def test_masters_keep_updates_that_2_bytes_lose():
     """An update of a tenth of the distance of two neighbouring values: ten of them move the weight, one does not."""
     p = Parameter(np.ones(1, "bfloat16"))
-    optimizer = AdamW([p], lr=2**-7 / 10, weight_decay=0.0)
+    optimizer = MixedPrecisionAdamW([p], lr=2**-7 / 10, weight_decay=0.0)
     seen = []
     for _ in range(12):
         p.grad = -np.ones(1, "bfloat16")
@@ -127,7 +130,7 @@ def test_masters_keep_updates_that_2_bytes_lose():
 
 def test_a_state_loaded_after_the_optimizer_is_trained():
     model, source = (Linear(4, 3, name=name, dtype="bfloat16") for name in ("layer", "source"))
-    optimizer = AdamW(model.parameters(), lr=1e-3)
+    optimizer = MixedPrecisionAdamW(model.parameters(), lr=1e-3)
     model.load_state_dict(source.state_dict())
     for p in model.parameters():
         p.grad = np.ones(p.shape, "bfloat16")

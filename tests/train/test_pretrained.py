@@ -66,7 +66,7 @@ def test_export_and_load_return_the_same_model(config, tmp_path):
 
 def test_export_writes_the_given_state_instead_of_the_models(tmp_path):
     state = {name: x + 1 for name, x in GPT(SMALL).state_dict().items()}
-    save_pretrained(GPT(SMALL, deferred=True), tmp_path, state)
+    save_pretrained(GPT(SMALL), tmp_path, state)
     assert all(np.array_equal(x, state[name]) for name, x in load_pretrained(tmp_path).state_dict().items())
 
 
@@ -242,8 +242,6 @@ BAD_GPTS = {  # what is done to the directory, and what the message has to name
     "not JSON": ((lambda d: (d / "config.json").write_text("{")), "config.json"),
     "weights cut off": (cut_off, WEIGHTS),
     "only a header's length": ((lambda d: (d / WEIGHTS).write_bytes((2**30).to_bytes(8, "little"))), WEIGHTS),
-    "a size of the wrong kind": (settings(n_layer="two"), "config.json: n_layer .*'two'"),
-    "a size that is a bool": (settings(n_layer=True), "config.json: n_layer .*True"),
     "a layer missing": (settings(n_layer=3), "h.2.ln_1.weight"),
     "heads that do not divide": (settings(n_head=3), "config.json: .*8 .*3"),
     "another model": (settings(model_type="bert"), "config.json: model_type .*'bert'"),
@@ -262,7 +260,7 @@ BAD_LLAMAS = {
 BAD_MIXTRALS = {
     "a choice of more than all": (settings(num_experts_per_tok=5), "config.json: .*5 .*4"),
     "one expert less": (settings(num_local_experts=3), r"gate.weight .*\(4, 8\).*\(3, 8\)"),
-    "no experts": (settings(num_local_experts=0), "config.json: num_local_experts .*0"),
+    "no experts": (settings(num_local_experts=0), "config.json: .*2 .*0"),
 }
 BAD = [("gpt2", *row) for row in BAD_GPTS.values()] + [("llama", *row) for row in BAD_LLAMAS.values()]
 BAD += [("mixtral", *row) for row in BAD_MIXTRALS.values()]

@@ -23,7 +23,7 @@ NETWORK = Network(alpha=1e-6, beta=1 / 4e9)
 MODEL = GPTConfig(vocab_size=256, n_positions=64, n_embd=64, n_layer=4, n_head=4)
 FORWARD = MODEL.forward_flops(batch=8, length=64)
 COMPUTATION = 3 * FORWARD / SPEED  # seconds of forward and backward
-ELEMENTS = sum(parameter.size for parameter in GPT(MODEL, deferred=True).parameters())
+ELEMENTS = sum(parameter.size for parameter in GPT(MODEL, seed=None).parameters())
 
 
 def all_reduce_seconds(elements: int, ranks: int) -> float:

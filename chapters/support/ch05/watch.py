@@ -128,7 +128,7 @@ def simulate_hosts(stage: int, replicas: int, inside: float, between: float) -> 
 
 def _step(comm: Any, stage: int, prefetch: bool, replicas: int) -> Step:
     a_few = np.zeros((1, 4), int)  # what is really computed; the clock is charged for BATCH samples of LENGTH tokens
-    model = GPT(MODEL, deferred=True)
+    model = GPT(MODEL)
     for segment in model.segments[1:-1]:
         _charge(comm.tracer, segment, BLOCK, [p for p in segment.parameters if p.ndim == 2])
     _charge(comm.tracer, model.segments[-1], HEAD, [model.ln_f.weight])

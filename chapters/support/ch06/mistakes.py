@@ -18,8 +18,8 @@ from chapters.support.whole_runs import verdict_of
 from minipar.autograd import Tensor, linear
 from minipar.bench.layouts import step_layout
 from minipar.nn import clip_grad_norm, squared_norm
-from minipar.parallel.tensor import vocabulary
-from minipar.parallel.tensor.layers import Border, RowLinear
+from minipar.parallel.tensor import mappings, vocabulary
+from minipar.parallel.tensor.layers import RowLinear
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
 from minipar.parallel.tensor.vocabulary import vocab_parallel_cross_entropy_sum
@@ -32,9 +32,9 @@ def bias_on_every_rank(layer: RowLinear, x: Any) -> Tensor:
     return layer.border.leave(linear(x, layer.weight, layer.bias))
 
 
-def linear_without_f(border: Border, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def enter_without_f(x: Tensor, group: TensorGroup) -> Tensor:
     """Mistake 2: a column layer whose backward does not sum the input's gradient."""
-    return linear(x, weight, bias, transposed)
+    return x
 
 
 def norm_of_all_ranks(parameters: Any, max_norm: Any, dp: Any, tp: Any, pp: Any) -> float:
@@ -68,7 +68,7 @@ def no_sum(tensor: TensorParallel, parameters: Any) -> None:
 MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing broken": nullcontext,
     "1. bias on every rank": lambda: patch.object(RowLinear, "forward", bias_on_every_rank),
-    "2. no all-reduce in backward": lambda: patch.object(Border, "enter_linear", linear_without_f),
+    "2. no all-reduce in backward": lambda: patch.object(mappings, "copy_to", enter_without_f),
     "3. norm counts t times": lambda: patch("minipar.train.trainer.clip_grad_norm", norm_of_all_ranks),
     "4. own maximum": lambda: patch.object(vocabulary, "vocab_parallel_cross_entropy_sum", loss_with_own_maximum),
     "5. no sum of partial gradients": lambda: patch.object(TensorParallel, "sum_partial", no_sum),

@@ -95,7 +95,7 @@ def args_of(steps: int) -> Namespace:
 
 def share_of_parameters() -> float:
     """Return which share of the parameters of the model of all runs is the experts'."""
-    sizes = {name: p.size for name, p in args_of(STEPS).shape.build(deferred=True).named_parameters()}
+    sizes = {name: p.size for name, p in args_of(STEPS).shape.build(seed=None).named_parameters()}
     return sum(size for name, size in sizes.items() if "experts" in name) / sum(sizes.values())
 
 

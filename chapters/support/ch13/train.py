@@ -6,11 +6,11 @@ from unittest.mock import patch
 import numpy as np
 
 from chapters.support.training import make_trainer, parsed, text_for
-from minipar.autograd import precision
-from minipar.autograd.tensor import Function
+from minipar.autograd import backward
 from minipar.backend import Array
 from minipar.comm import DeviceMesh, serial
-from minipar.nn import AdamW, Parameter
+from minipar.more.precision import MixedPrecisionAdamW
+from minipar.nn import Parameter
 from minipar.train.data import Batches
 from minipar.train.scaled_trainer import ScaledTrainer
 from minipar.train.verify import OneDevice
@@ -19,12 +19,13 @@ MODEL = "--layers 2 --hidden 32 --heads 2 --seq-len 32 --vocab-size 256"
 RUN = "--global-batch 8 --lr 5e-4 --lr-schedule cosine --steps 200"
 
 
-class WithoutMasters(AdamW):
+class WithoutMasters(MixedPrecisionAdamW):
     """AdamW that starts each update from the rounded weight: nothing but the weight's 2 bytes remembers it."""
 
     def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
-        if self.masters[i] is not None:
-            self.masters[i][...] = parameter.data
+        master = self.masters[i]
+        if master is not None:
+            master[...] = parameter.data
         super().update(i, parameter, gradient)
 
 
@@ -91,14 +92,14 @@ def first_gradient(dtype: str, loss_scale: float = 1.0, samples: int = 16) -> np
 def activation_gradients() -> np.ndarray:
     """Return log2 of the absolute values, other than 0, of the gradients of all activations in a first step in fp32."""
     seen: list[np.ndarray] = []
-    original = precision.backward
+    original = backward.input_gradients
 
-    def watch(node: Function, grad: Array) -> Any:
+    def watch(node: backward.Node, grad: Array) -> Any:
         seen.append(np.abs(grad).reshape(-1))
         return original(node, grad)
 
     trainer = make_trainer(serial(), f"{MODEL} --global-batch 16 --steps 1")
-    with patch.object(precision, "backward", watch):
+    with patch.object(backward, "input_gradients", watch):
         trainer.step(0)
     values = np.concatenate(seen[1:])  # but that of the loss, with which backward begins
     return np.log2(values[values > 0])

@@ -7,12 +7,12 @@ from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.memory import hold
+from minipar.nn.gpt import LanguageModel
 from minipar.nn.module import Segment
-from minipar.nn.parameter import Parameter
-from minipar.nn.transformer import LanguageModel
+from minipar.nn.parameter import Parameter, placeholder
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.stage import TIED_GRADIENT, TIED_WEIGHT, PipelineStage
-from minipar.parallel.placement import attach_placements, update
+from minipar.parallel.placement import attach_placements, placement_of, update
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
@@ -110,9 +110,13 @@ class PipelineParallel:
                 self.groups.append(group)
         is_lent = model.head_weight is not None and self.first != self.last
         self.borrower = self.last if is_lent else None
+        lent = None
         if comm.rank == self.borrower:
-            model.token_embedding.materialize()
-            hold("buffers", model.token_embedding.data)
+            lent = model.token_embedding
+            hold("buffers", lent.data)
+        for p in model.parameters():
+            if placement_of(p).pp != comm.rank and p is not lent:
+                p.data = placeholder(p.shape, p.dtype)
 
     def fetch_tied_gradient(self) -> None:
         """Send the head's gradient of the token embedding from the last stage to the first.

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from typing import TypeAlias
 
 import numpy as np
 
-from minipar.autograd import Tensor, grad_enabled, packed, position_ids
+from minipar.autograd import Tensor, grad_enabled
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
@@ -15,7 +15,6 @@ from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel.agreement import check_alike
-from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
 from minipar.parallel.placement import Replicate, Shard, attach_placements, placement_of, update
@@ -35,11 +34,10 @@ class PipelineModule(Module, Owner):
     share a rank. UsageError if they do not divide evenly, and for a batch of fewer samples than
     microbatches.
 
-    Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, which is cut into
-    microbatches along dim 0, as are the ids of `packed`. The call returns the mean loss over the
-    targets of all replicas, the same on every rank, and leaves this replica's share of that mean's
-    gradient in the parameters; under `no_grad` it runs forward alone. ZeroOptimizer sums the shares
-    over mesh.dp. Between the call and the optimizer's step, `clip_grad_norm` gives the norm and clips.
+    Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, which is cut
+    into microbatches along dim 0. The call returns the mean loss over the targets of all replicas,
+    the same on every rank, and leaves this replica's share of that mean's gradient in the
+    parameters; under `no_grad` it runs forward alone. ZeroOptimizer sums the shares over mesh.dp.
 
     Sends each activation, and its gradient back, once per microbatch and cut. A header of 64 bytes
     before each activation holds its shape. Three float64 values are all-reduced per step over dp,
@@ -174,14 +172,8 @@ class PipelineModule(Module, Owner):
             totals[0] += value.item()
             return value
 
-        ids = position_ids.get()
-        documents = [None] * m if ids is None else np.array_split(ids, m)
-
-        def around(action: Action) -> AbstractContextManager[object]:
-            return packed(documents[action.microbatch])
-
         if grad_enabled.get():
-            self.executor.run(lambda i: from_host(inputs[i]), loss, scale, around)
+            self.executor.run(lambda i: from_host(inputs[i]), loss, scale, around=nullcontext)
         else:
             self.executor.run_forward(lambda i: from_host(inputs[i]), loss)
         mean = np.zeros(1)

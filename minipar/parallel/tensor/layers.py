@@ -11,13 +11,8 @@ their values by this rank's part before. plan.py makes the parallel layers of mi
 user_layers.py those of a user's own model.
 """
 
-from collections.abc import Callable
-
-from minipar.autograd import PendingGradient, Tensor, embedding, linear
-from minipar.autograd.fused import LinearFunction
-from minipar.autograd.rules import Gradients
+from minipar.autograd import Tensor, embedding, linear
 from minipar.backend import Array, xp
-from minipar.nn.guards import check_columns
 from minipar.nn.layers import Embedding, Linear, as_tensor
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
@@ -55,13 +50,6 @@ class Border:
             return mappings.reduce_scatter(x, self.group, SEQUENCE)
         return mappings.reduce_from(x, self.group)
 
-    def enter_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        """Compute `linear(enter(x), weight, bias)` as one operation.
-
-        Its backward computes the gradient of the weight while that of x is summed over the ranks.
-        """
-        return _EnterLinear.apply(x, weight, bias, transposed, self)
-
 
 class Inside(Border):
     """The border of layers that do not cross it: their block enters or leaves for several of them.
@@ -75,49 +63,13 @@ class Inside(Border):
     def leave(self, x: Tensor) -> Tensor:
         return x
 
-    def enter_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        return linear(x, weight, bias, transposed)
-
-
-class _EnterLinear(LinearFunction):
-    """A border's `enter` and the product of a column layer, as one operation.
-
-    With sequence parallelism it keeps the gathered x for backward. (Megatron-LM keeps this rank's
-    tokens of x, and gathers the others again in backward.)
-    """
-
-    def forward(  # type: ignore[override]
-        self, x: Array, weight: Array, bias: Array | None, transposed: bool, border: Border
-    ) -> Array:
-        self.border = border
-        # The number of columns on all ranks: the serial loss refuses a rank's part of the logits.
-        self.all_columns = border.group.size * weight.shape[0 if transposed else 1]
-        if border.sequence:
-            x = border.group.gather(x, SEQUENCE)  # (B, T, h)
-        return super().forward(x, weight, bias, transposed)  # (B, T, out/t)
-
-    def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Gradients:
-        # dx is this rank's term of the gradient of x, or None if nobody needs that gradient. The
-        # gradients of weight and bias are LazyGradients, which are not computed yet.
-        dx, dweight, dbias, _ = super().backward(grad, x, weight)
-        if dx is None:
-            return None, dweight, dbias, None, None
-        # Start the sum of dx over the ranks. `run_backward` computes the LazyGradients of parameters
-        # first, and calls `wait` after them, so the sum travels while they are computed.
-        # NB: Megatron-LM calls this async_tensor_model_parallel_allreduce.
-        if self.border.sequence:
-            wait = self.border.group.start_sum_part(dx, SEQUENCE)
-        else:
-            wait = self.border.group.start_sum(dx)
-        return PendingGradient(wait), dweight, dbias, None, None
-
 
 def shard_parameter(parameter: Parameter, shard: Shard) -> None:
     """Replace a parameter by this rank's part of it, and record the placement."""
     if parameter.placement is None:
         parameter.placement = Placement("", parameter.shape)
     update(parameter, tp=shard)
-    parameter.map_value(shard.local_shape(parameter.shape), shard.part)
+    parameter.data = shard.part(parameter.data)
 
 
 class ColumnLinear(Module):
@@ -136,9 +88,8 @@ class ColumnLinear(Module):
 
     def forward(self, x: Tensor | Array) -> Tensor:
         x = as_tensor(x, self.weight.dtype)
-        n_in = self.weight.shape[1 if self.transposed else 0]
-        check_columns("ColumnParallelLinear", n_in, x.shape)
-        return self.border.enter_linear(x, self.weight, self.bias, self.transposed)  # (B, T, out/t)
+        x = self.border.enter(x)  # (B, T, in)
+        return linear(x, self.weight, self.bias, self.transposed)  # (B, T, out/t)
 
 
 class RowLinear(Module):
@@ -199,8 +150,7 @@ class VocabEmbedding(Module):
 class PositionEmbedding(Module):
     """An embedding whose weight is whole on every rank: (T,) -> (T, h) or (T/t, h).
 
-    With sequence parallelism a rank looks up the positions of its own tokens. In samples of several
-    documents they are (B, T).
+    With sequence parallelism a rank looks up the positions of its own tokens.
     """
 
     def __init__(self, layer: Embedding, border: Border) -> None:
@@ -209,9 +159,5 @@ class PositionEmbedding(Module):
 
     def forward(self, index: Array) -> Tensor:
         if self.border.sequence:
-            index = self.border.group.part(index, index.ndim - 1)
-        return self.look_up(index)
-
-    def look_up(self, index: Array) -> Tensor:
-        """Look up the rows of these positions: (..., T) -> (..., T, h)."""
+            index = self.border.group.part(index, dim=0)
         return embedding(self.weight, index)

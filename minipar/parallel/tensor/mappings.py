@@ -20,7 +20,6 @@ ends with reduce_scatter; both pairs send the same bytes. Shoeybi et al. 2019 (a
 section 3, call the first pair f and g; the second is from Korthikanti et al. 2022 (2205.05198), 4.2.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 from numpy.typing import DTypeLike
@@ -76,18 +75,9 @@ class TensorGroup:
 
     def sum(self, x: Array) -> Array:
         """Return a new array: the sum of x over the ranks."""
-        return self.start_sum(x)()
-
-    def start_sum(self, x: Array) -> Callable[[], Array]:
-        """Start `sum` and return the function that waits for its result."""
         own = xp.array(x, dtype=self.sum_dtype(x), order="C")
-        work = self.comm.all_reduce(own, algorithm=self.reduction, async_op=True)
-
-        def wait() -> Array:
-            total = work.wait()
-            return total.astype(x.dtype, copy=False)
-
-        return wait
+        total = self.comm.all_reduce(own, algorithm=self.reduction)
+        return total.astype(x.dtype, copy=False)
 
     def row_sums(self, x: Array) -> Array:
         """Add up this rank's columns of each row: (N, V/t) -> (N,)."""
@@ -115,19 +105,10 @@ class TensorGroup:
 
     def sum_part(self, x: Array, dim: int) -> Array:
         """Return this rank's part, along `dim`, of the sum of x over the ranks."""
-        return self.start_sum_part(x, dim)()
-
-    def start_sum_part(self, x: Array, dim: int) -> Callable[[], Array]:
-        """Start `sum_part` and return the function that waits for its result."""
         # The ranks' parts come one after the other in memory: (t, ...).
         parts = xp.stack(xp.split(x, self.size, axis=dim), dtype=self.sum_dtype(x))
-        work = self.comm.reduce_scatter(parts, algorithm=self.reduction, async_op=True)
-
-        def wait() -> Array:
-            own = work.wait().reshape(parts.shape[1:])
-            return own.astype(x.dtype, copy=False)
-
-        return wait
+        own = self.comm.reduce_scatter(parts, algorithm=self.reduction)
+        return own.reshape(parts.shape[1:]).astype(x.dtype, copy=False)
 
 
 def _same(x: Array) -> Array:

@@ -17,11 +17,11 @@ from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides
 from minipar.nn import llama
+from minipar.nn.gpt import LanguageModel, SelfAttention, TransformerConfig
 from minipar.nn.layers import Dropout, Embedding, Linear, MaskSlice
 from minipar.nn.module import Module
 from minipar.nn.moe import MoE, moe_layers
 from minipar.nn.parameter import Owner, Parameter
-from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
 from minipar.parallel import placement
 from minipar.parallel.agreement import check_alike
 from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of, terms
@@ -306,11 +306,11 @@ def tree_layer(split: Split, layer: Module, border: Border) -> Module:
     assert isinstance(layer, Embedding)
     if split.layer is VocabEmbedding:
         return tree_layers.TreeVocabEmbedding(layer, border)
-    return tree_layers.TreePositionEmbedding(layer, border)
+    return layers.PositionEmbedding(layer, border)
 
 
 def fill_seams(model: LanguageModel, border: Border, border_of_experts: Border) -> None:
-    """Give the model's seams what tensor parallelism does there; transformer.py lists them."""
+    """Give the model's seams what tensor parallelism does there; gpt.py lists them."""
     group = border.group
     size = model.config.vocab_size
     model.project = partial(vocabulary.vocab_parallel_head, vocab_size=size, border=border)

@@ -10,10 +10,10 @@ from functools import partial
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
+from minipar.nn.gpt import LanguageModel
 from minipar.nn.layers import LayerNorm, Linear, RMSNorm, as_tensor
-from minipar.nn.transformer import LanguageModel
 from minipar.parallel import tree
-from minipar.parallel.tensor.layers import Border, ColumnLinear, PositionEmbedding, RowLinear, VocabEmbedding
+from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
 
 
 class TreeColumnLinear(ColumnLinear):
@@ -60,15 +60,6 @@ class TreeVocabEmbedding(VocabEmbedding):
     def look_up(self, local: Array, is_own: Array) -> Tensor:
         index = xp.where(is_own, local, 0)
         return tree.own_rows(self.weight, index, is_own)
-
-
-class TreePositionEmbedding(PositionEmbedding):
-    """Positions that restart with each document: the gradient of one is a tree over the tokens that have it."""
-
-    def look_up(self, index: Array) -> Tensor:
-        if index.ndim == 1:  # each position once
-            return super().look_up(index)
-        return tree.position_rows(self.weight, index, token_leaves(self.border))
 
 
 def token_leaves(border: Border) -> int:

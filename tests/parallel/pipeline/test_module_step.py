@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minipar.autograd import no_grad, packed, position_ids
+from minipar.autograd import no_grad
 from minipar.comm import DeviceMesh, run_local
 from minipar.nn import SGD, Linear, Module
 from minipar.parallel.pipeline.module import PipelineModule
@@ -17,18 +17,15 @@ Y = RANDOM.standard_normal((4, 3))
 
 
 class Stage(Module):
-    """One layer, which notes the position ids that it sees."""
+    """One layer."""
 
     def __init__(self, i=0, dtype="float64"):
         self.linear = Linear(3, 3, name=f"layer{i}", std=0.5, dtype=dtype)
-        self.seen = []
 
     def forward(self, x):
-        self.seen.append(position_ids.get())
         return self.linear(x).tanh()
 
     def loss_sum(self, x, y):
-        self.seen.append(position_ids.get())
         return ((self.linear(x) - y) ** 2.0).sum()
 
 
@@ -106,19 +103,6 @@ def test_consecutive_stages_share_a_rank_and_train_as_one_device(schedule, count
     assert sorted(found) == sorted(gradients)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(found[name], gradient, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("documents", [None, np.array([[0, 1, 2], [0, 0, 1], [0, 1, 0], [0, 0, 0]])])
-def test_a_stage_sees_the_ids_of_its_microbatch(documents):
-    def rank(comm):
-        own = [Stage(0), Stage(1)]
-        model = PipelineModule(own, DeviceMesh(comm, pp=2), num_microbatches=2)
-        with packed(documents):
-            model(X, Y)
-        return [None if ids is None else ids.tolist() for ids in own[comm.rank].seen]
-
-    expected = [None, None] if documents is None else [documents[:2].tolist(), documents[2:].tolist()]
-    assert run_local(2, rank) == [expected] * 2
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import pytest
 from tensor_cases import close, linear_of, split_along
 from training import joined
 
-from minipar.autograd import Tensor, gelu, linear
+from minipar.autograd import Tensor, gelu
 from minipar.comm import run_local
-from minipar.nn import Embedding, Linear, Parameter
+from minipar.nn import Embedding, Linear
 from minipar.parallel.placement import Partial, Placement, Replicate, Shard
 from minipar.parallel.tensor.layers import Border, ColumnLinear, Inside, RowLinear
 from minipar.parallel.tensor.mappings import TensorGroup
@@ -98,53 +98,6 @@ def test_layers_take_arrays_as_the_serial_ones_do(size):
     for columns, rows in parts:
         assert columns.dtype == rows.dtype == np.float32
         assert close(rows, X @ W1 @ W2 + B2, 1e-5)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_fused_column_product_is_enter_and_linear(size, sequence, transposed):
-    """The same numbers and the same bytes; only the order in which they are waited for is another."""
-    outputs = RANDOM.standard_normal((B, T, 5))
-
-    def rank(comm, fused, bias):
-        group = TensorGroup(comm)
-        border = Border(group, sequence)
-        random = np.random.Generator(np.random.Philox(50 + comm.rank))
-        w = Tensor(random.standard_normal((5, H) if transposed else (H, 5)), requires_grad=True)
-        b = Tensor(random.standard_normal(5), requires_grad=True) if bias else None
-        x = Tensor(np.ascontiguousarray(group.part(X, 1)) if sequence else X, requires_grad=True)
-        if fused:
-            y = border.enter_linear(x, w, b, transposed)
-        else:
-            y = linear(border.enter(x), w, b, transposed)
-        y.backward(outputs * (comm.rank + 1))
-        leaves = [x, w, b] if bias else [x, w]
-        return [y.data.tobytes(), *(leaf.grad.tobytes() for leaf in leaves)], comm.traffic.counts
-
-    for bias in (False, True):
-        assert run_local(size, rank, True, bias) == run_local(size, rank, False, bias)
-
-
-def test_the_weights_gradient_overlaps_the_inputs_sum():
-    """What the fused product is for: between the start of the sum and its end."""
-    events = []
-
-    class Watched(TensorGroup):
-        def start_sum(self, x):
-            wait = super().start_sum(x)
-            events.append("sum starts")
-            return lambda: (events.append("sum ends"), wait())[1]
-
-    def rank(comm):
-        x = Tensor(X, requires_grad=True)
-        w = Parameter(W1.copy())
-        w.register_post_accumulate_grad_hook(lambda leaf: events.append("weight"))
-        # x is made by an operation: a gradient that goes on, as in a model, waits as late as it can.
-        Border(Watched(comm)).enter_linear(x * 1.0, w, None, False).backward(np.ones((B, T, 48)))
-
-    run_local(1, rank)
-    assert events == ["sum starts", "weight", "sum ends"]
 
 
 def test_layers_inside_of_the_border_send_nothing():

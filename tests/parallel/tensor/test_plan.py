@@ -65,18 +65,17 @@ def test_loss_and_every_gradient_are_the_serial_models(tp, sequence, dropout, re
         assert replicated == results[0][3], "replicated parameters' gradients differ between ranks"
 
 
-@pytest.mark.parametrize(("tp", "deferred"), [(2, True), (3, False), (8, True)])
-def test_initial_weights_are_slices_of_the_serial_models_values(tp, deferred):
+@pytest.mark.parametrize("tp", [2, 3, 8])
+def test_initial_weights_are_slices_of_the_serial_models_values(tp):
     _, _, expected = serial(tp, 0.0)
     heads, _ = SHAPES[tp]
-    for _, _, weights, _ in run_local(tp, parallel, 0.0, False, deferred=deferred):
+    for _, _, weights, _ in run_local(tp, parallel, 0.0, False):
         assert list(weights) == list(expected)
         assert all(weights[name].tobytes() == expected[name].tobytes() for name in expected)
 
     def slices(comm):
-        model = model_of(tp, deferred=deferred)
+        model = model_of(tp)
         tensor_parallel(model, comm)
-        model.materialize()
         return model.state_dict()
 
     per = HIDDEN // tp

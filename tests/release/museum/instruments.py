@@ -67,8 +67,9 @@ def digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """
     place = trainer.mesh.coordinates
     for name, p in trainer.model.named_parameters():
-        is_here = p.make is None and p.placement.pp == place["pp"]
-        is_copy = trainer.pipeline is not None and p is trainer.model.wte.weight and p.make is None
+        is_here = p.placement.pp == place["pp"]
+        pipeline = trainer.pipeline
+        is_copy = pipeline is not None and p is trainer.model.wte.weight and place["pp"] == pipeline.borrower
         if trainer.args.zero_stage < 3 and (is_here or is_copy):
             part = p.placement.tp.rank if isinstance(p.placement.tp, Shard) else "all"
             experts = "" if p.placement.ep is None else f", experts of ep rank {p.placement.ep}"
