@@ -57,7 +57,7 @@ class HybridComm:
     """
 
     def __init__(self, comm: Communicator, replicas: int) -> None:
-        self.inside, self.across = comm.levels(replicas)
+        self.inside, self.across = comm.split_into(replicas)
         self.rank = self.inside.rank
         self.size = self.inside.size
 

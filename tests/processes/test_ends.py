@@ -1,6 +1,5 @@
 """However a rank ends or freezes: the job ends in seconds, and says why."""
 
-import re
 import time
 
 import pytest
@@ -68,24 +67,11 @@ def test_the_same_in_a_script_that_calls_world(end):
     check(WITHOUT_MAIN[end], "program(world())")
 
 
-def test_a_frozen_rank_is_named_and_the_others_report():
+def test_a_wait_for_a_frozen_rank_ends_after_the_timeout():
     program = PROGRAM.format(leaving="os.kill(os.getpid(), signal.SIGSTOP)", start="main(program)")
     result = run(3, program, MINIPAR_TIMEOUT="3")
-    assert result.returncode == 1 and "rank 2 does not answer" in result.stderr
-    reports = sorted(line for line in result.stderr.splitlines() if "last operations" in line)
-    assert len(reports) == 2
-    for rank, report in enumerate(reports):
-        waits, newest, *_, oldest = report.split("; ")
-        assert re.match(rf"minipar: rank {rank}, all_reduce \w+: receive from rank \d ", waits), waits
-        assert "all_reduce sum of float64" in newest and "barrier" in oldest and "operation 1)" in oldest
-
-
-def test_the_rank_that_is_behind_is_named():
-    program = PROGRAM.format(leaving="comm.irecv(np.empty(1), 0, 5).wait()", start="main(program)")
-    result = run(3, program, MINIPAR_TIMEOUT="3")
-    assert result.returncode == 1
-    assert "rank 2 has called the fewest operations" in result.stderr
-    assert "rank 2, recv: receive from rank 0 (8 bytes, tag 5)" in result.stderr
+    assert result.returncode == 1 and "receive from rank 2 (" in result.stderr
+    assert "nothing for 3 s (MINIPAR_TIMEOUT)" in result.stderr
 
 
 def test_a_rank_that_is_slow_is_no_fault():
