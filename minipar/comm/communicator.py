@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from minipar.backend import Array, from_host, is_host, to_host, xp
-from minipar.comm.algorithms import ALGORITHMS, bounds_of, chunks, pairwise_all_to_all, ring_all_gather
+from minipar.comm.algorithms import ALGORITHMS, bounds_of, chunks, ring_all_gather
 from minipar.comm.clock import Clock, Network
 from minipar.comm.trace import TimedLink, TimedWork
 from minipar.comm.transport import USER_TAGS, Steps, Transport, to_tag
 from minipar.comm.work import CountedLink, Engine, Work
-from minipar.errors import UsageError, check_divides
+from minipar.errors import CommunicationError, UsageError, check_divides
 from minipar.memory import hold
 
 FEW_STEPS_BELOW = 256 * 1024  # bytes of the whole array
@@ -209,6 +209,9 @@ class Communicator:
         if counts is not None:
             sends = bounds_of(counts[0])
             receives = bounds_of(counts[1])
+            if sends[-1][1] != flat.size:
+                given = f"counts of {sends[-1][1]} elements, but the array has {flat.size}"
+                raise CommunicationError(f"{self.label}, all_to_all: {given}")
             size = receives[-1][1]
         out = self._new(x, size) if out is None else out
         host = self._room(out, "all_to_all")
@@ -233,26 +236,15 @@ class Communicator:
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order.
 
-        Operation "control": no clock and no trace sees it.
+        Operation "control": no clock and no trace sees it. Shorter ones are padded on the way.
         """
-        return self._gather(data, range(self.size))
-
-    def gather_bytes(self, data: bytes, root: int = 0) -> list[bytes] | None:
-        """Return on `root` what `all_gather_bytes` returns everywhere, and None elsewhere."""
-        parts = self._gather(data, [root])
-        return parts if self.rank == root else None
-
-    def _gather(self, data: bytes, ranks: Sequence[int]) -> list[bytes]:
-        """Return every rank's bytes, on `ranks`: an all-to-all in which the others receive nothing."""
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
         self._control(ring_all_gather, lengths)
-        sends = [(0, len(data) if rank in ranks else 0) for rank in range(self.size)]
-        receives = bounds_of(lengths if self.rank in ranks else 0 * lengths)
-        everything = np.empty(receives[-1][1], np.uint8)
-        if lengths.any():
-            self._control(pairwise_all_to_all, np.frombuffer(data, np.uint8), everything, sends, receives)
-        return [part.tobytes() for part in chunks(everything, self.size, receives)]
+        rows = np.zeros((self.size, lengths.max()), np.uint8)
+        rows[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
+        self._control(ring_all_gather, rows.reshape(-1))
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def agree(self, error: str | None = None) -> None:
         """Raise the lowest rank's error, if any has one, as UsageError on every rank: none waits for a failed one."""
@@ -337,11 +329,11 @@ class Communicator:
             return TimedWork(TimedLink(self, name, algorithm, tag, is_message))
         return Work(CountedLink(self, name, algorithm, tag), is_message)
 
-    def _control(self, generator: Callable[..., Steps], *arguments: Any) -> None:
+    def _control(self, generator: Callable[..., Steps], x: np.ndarray) -> None:
         """Run an operation that no clock and no trace sees."""
         now = self.clock.now()
         work = Work(CountedLink(self, "control", "ring", self._next_tag("control", NOTHING)))
-        work.begin(generator(work.link, *arguments), None)
+        work.begin(generator(work.link, x), None)
         work.wait()
         self.clock.resume(now)
 

@@ -72,8 +72,7 @@ class _Receive(Message):
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
             raise self.mismatch(f"more than {self.nbytes}", STATUS.Get_tag()) from None
-        has_another_size = self.nbytes > 0 and STATUS.Get_count(BYTE) != self.nbytes
-        if STATUS.Get_tag() != self.tag or has_another_size:
+        if STATUS.Get_tag() != self.tag or STATUS.Get_count(BYTE) != self.nbytes:
             raise self.mismatch(STATUS.Get_count(BYTE), STATUS.Get_tag())
         self.done = True
         return True

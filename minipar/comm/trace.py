@@ -229,16 +229,12 @@ def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     slowest axis first.
     """
     comm.tracer.enabled = False
-    gathered = comm.gather_bytes(json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode())
-    error = None
-    if gathered is not None:
-        events = [event for data in gathered for event in json.loads(data)]
-        about: dict[str, object] = {"clock": comm.clock.name}
-        if mesh is not None:
-            about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
-        try:
-            with open(path, "w") as file:
-                json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, file)
-        except OSError as problem:
-            error = f"--trace {path}: {problem.strerror}"
-    comm.agree(error)
+    everyone = comm.all_gather_bytes(json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode())
+    if comm.rank > 0:
+        return
+    events = [event for data in everyone for event in json.loads(data)]
+    about: dict[str, object] = {"clock": comm.clock.name}
+    if mesh is not None:
+        about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
+    with open(path, "w") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, file)

@@ -23,7 +23,7 @@ LATE_SECONDS = 30.0  # a wait that takes longer is reported
 
 
 class Engine:
-    """What all communicators of one rank share: the clock, the accounts, and who has operations under way."""
+    """The things that all communicators of one rank share: its clock, its accounts, and the operations under way."""
 
     def __init__(self, clock: str | Clock, network: Network | None) -> None:
         self.clock = CLOCKS[clock]() if isinstance(clock, str) else clock

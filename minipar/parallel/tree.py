@@ -11,7 +11,7 @@ not on which rank does them, nor on which of two terms comes first: a + b = b + 
     4 ranks     add l0 + l1, l2 + l3, l4 + l5, l6 + l7, and then these four sums as a tree
 
 A rank that holds neighbouring leaves adds a whole subtree (`tree_sum`). The algorithm "tree" of
-the collectives adds the ranks' subtrees to the same tree, so 1, 2, 4 and 8 ranks get the same
+tree_collectives.py adds the ranks' subtrees to the same tree, so 1, 2, 4 and 8 ranks get the same
 bits. A matrix product adds, too, in an order that the library chooses by the matrices' shapes. So
 each product is computed leaf by leaf, as products of shapes that all layouts have. The leaves:
 
@@ -31,26 +31,14 @@ NB: Villa et al. 2009 sum a fixed tree for the same reason; Demmel and Nguyen 20
 """
 
 from collections.abc import Callable
-from itertools import chain
 from math import gcd
 from typing import Any
-
-import numpy as np
 
 from minipar.autograd import LazyGradient, Tensor, operation
 from minipar.autograd.fused import _LayerNorm, add_rows, as_rows, getter, product
 from minipar.autograd.rules import Gradient, Gradients, Result
 from minipar.autograd.tensor import Function, record
 from minipar.backend import Array, xp
-from minipar.comm.algorithms import (
-    ALGORITHMS,
-    Combine,
-    bounds_of,
-    chunks,
-    pairwise_all_gather,
-    pairwise_all_to_all,
-)
-from minipar.comm.transport import Link, Steps
 from minipar.nn.layers import LayerNorm, RMSNorm
 from minipar.nn.transformer import TransformerConfig
 
@@ -72,36 +60,6 @@ def tree_sum(terms: Array) -> Array:
     while len(terms) > 1:
         terms = terms[0::2] + terms[1::2]
     return terms[0]
-
-
-# ---- sums over ranks -----------------------------------------------------------------------------
-
-
-def tree_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
-    """Set out = chunk r of ((x_0 + x_1) + (x_2 + x_3)) + ..., a balanced tree, at the ring's cost."""
-    p = link.size
-    size = out.size
-    received = link.scratch(p * size, x.dtype)
-    yield from pairwise_all_to_all(link, x, received, receives=bounds_of([size] * p))
-    rows = received.reshape(p, size)
-    distance = 1
-    while distance < p:
-        for left in range(0, p - distance, 2 * distance):
-            combine(rows[left], rows[left + distance], out=rows[left])
-        distance *= 2
-    out[...] = rows[0]
-
-
-def tree_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """Set x = ((x_0 + x_1) + (x_2 + x_3)) + ...: the sums of recursive doubling, the ring's bytes."""
-    own = chunks(x, link.size)[link.rank]
-    reduce = tree_reduce_scatter(link, x, own, combine)
-    gather = pairwise_all_gather(link, x)
-    return chain(reduce, gather)
-
-
-ALGORITHMS["all_reduce"]["tree"] = tree_all_reduce
-ALGORITHMS["reduce_scatter"]["tree"] = tree_reduce_scatter
 
 
 # ---- matrices in leaves --------------------------------------------------------------------------

@@ -26,18 +26,35 @@ def test_ranks_inherit_the_callers_context():
 # ---- exceptions ------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_exception_names_its_rank_and_ends_all():
+def leave_by_exception():
+    raise KeyError("broken")
+
+
+@pytest.mark.parametrize(
+    ("leave", "error", "words"),
+    [
+        (leave_by_exception, KeyError, "broken"),
+        (lambda: sys.exit(0), CommunicationError, "rank 2 has returned"),
+        (lambda: sys.exit(3), SystemExit, "3"),
+        (lambda: None, CommunicationError, "rank 2 has returned"),
+    ],
+)
+def test_a_rank_that_leaves_ends_all_and_is_named(leave, error, words, capsys):
     def program(comm):
+        comm.barrier()
         if comm.rank == 2:
             time.sleep(0.05)
-            raise KeyError("broken")
+            return leave()
+        comm.all_reduce(np.ones(1000))
         comm.barrier()
 
     start = time.monotonic()
-    with pytest.raises(KeyError, match="broken") as caught:
-        run_local(4, program)
-    assert caught.value.__notes__ == ["on rank 2"]
-    assert time.monotonic() - start < 2
+    with pytest.raises(error, match=words) as caught:
+        run_local(8, program)
+    assert time.monotonic() - start < 5
+    if error is not CommunicationError:
+        assert caught.value.__notes__ == ["on rank 2"]
+    assert ("rank 2 exits with 3" in capsys.readouterr().err) == (error is SystemExit)
 
 
 def test_a_later_exception_does_not_hide_the_first():
@@ -79,23 +96,6 @@ def test_agree_raises_the_lowest_ranks_error_everywhere():
 # ---- exits -----------------------------------------------------------------------------------------------------------
 
 
-def leave(code, ranks):
-    """A program that these ranks leave with this code, while the others go on to a barrier."""
-
-    def program(comm):
-        if comm.rank in ranks:
-            sys.exit(code)
-        comm.barrier()
-
-    return program
-
-
-@pytest.mark.parametrize(("code", "size"), [(0, 2), (None, 4)])
-def test_a_rank_that_exits_has_returned_for_those_that_wait(code, size):
-    with pytest.raises(CommunicationError, match="rank 1 has returned"):
-        run_local(size, leave(code, {1}))
-
-
 def test_ranks_that_nobody_waits_for_may_exit():
     def program(comm):
         if comm.rank == 1:
@@ -109,21 +109,7 @@ def test_ranks_that_nobody_waits_for_may_exit():
 
 @pytest.mark.parametrize("code", [0, None])
 def test_an_exit_of_every_rank_is_their_return(code):
-    assert run_local(3, leave(code, {0, 1, 2})) == [None] * 3
-
-
-@pytest.mark.parametrize("others_wait", [True, False])
-def test_an_exit_with_an_error_on_one_rank_names_it(others_wait, capsys):
-    def program(comm):
-        if comm.rank == 1:
-            sys.exit(3)
-        if others_wait:
-            comm.barrier()
-
-    with pytest.raises(SystemExit) as leaving:
-        run_local(3, program)
-    assert leaving.value.code == 3
-    assert "rank 1 exits with 3" in capsys.readouterr().err
+    assert run_local(3, lambda comm: sys.exit(code)) == [None] * 3
 
 
 def test_another_ranks_exception_is_not_hidden_by_an_exit():
@@ -215,13 +201,11 @@ def test_a_message_that_is_done_lets_go_of_its_array():
     assert [reference() for reference in references] == [None, None]
 
 
-def test_all_gather_bytes_and_gather_bytes():
+def test_all_gather_bytes_of_any_lengths():
     def program(comm):
-        data = b"x" * (comm.rank * 3)
-        return comm.all_gather_bytes(data), comm.gather_bytes(data, root=1)
+        return comm.all_gather_bytes(b"x" * (comm.rank * 3)), comm.all_gather_bytes(b"")
 
-    expected = [b"", b"xxx", b"xxxxxx"]
-    assert run_local(3, program) == [(expected, None), (expected, expected), (expected, None)]
+    assert run_local(3, program) == [([b"", b"xxx", b"xxxxxx"], [b""] * 3)] * 3
 
 
 @pytest.mark.parametrize("peer", [-1, 2])

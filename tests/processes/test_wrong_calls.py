@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from launcher import run_mpi
 
 from minipar.comm.work import LATE_SECONDS
@@ -68,6 +69,30 @@ abort(0)  # messages of the mistakes are still under way
     )
     for errors, (_, _, facts) in zip(json.loads(result.stdout), MISTAKES.values(), strict=True):
         assert any(all(fact in error for fact in facts) for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("comm.broadcast(x)", "broadcast of float64"),
+        ("comm.all_reduce(np.ones(1000, int))", "all_reduce of int64, elements mod 1024 = 1000"),
+        ("comm.all_reduce(np.ones(1001))", "all_reduce of float64, elements mod 1024 = 1001"),
+    ],
+)
+def test_one_wrong_call_ends_all_of_8_ranks(call, words):
+    program = f"""
+import numpy as np
+from minipar.comm import main
+def program(comm):
+    comm.barrier()
+    x = np.ones(1000)
+    {call} if comm.rank == 2 else comm.all_reduce(x)
+    print(x[0])
+main(program)
+"""
+    result = run_mpi(8, program, SECONDS)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert words in result.stderr and "all_reduce of float64, elements mod 1024 = 1000" in result.stderr
 
 
 def test_a_lost_message_ends_the_job():
