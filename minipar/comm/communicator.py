@@ -1,7 +1,7 @@
 """Communicator: the operations of the ranks of a group."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -240,10 +240,10 @@ class Communicator:
         """
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
-        self._control(ring_all_gather, lengths)
+        self._gather(lengths)
         rows = np.zeros((self.size, lengths.max()), np.uint8)
         rows[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
-        self._control(ring_all_gather, rows.reshape(-1))
+        self._gather(rows.reshape(-1))
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def agree(self, error: str | None = None) -> None:
@@ -329,11 +329,11 @@ class Communicator:
             return TimedWork(TimedLink(self, name, algorithm, tag, is_message))
         return Work(CountedLink(self, name, algorithm, tag), is_message)
 
-    def _control(self, generator: Callable[..., Steps], x: np.ndarray) -> None:
-        """Run an operation that no clock and no trace sees."""
+    def _gather(self, x: np.ndarray) -> None:
+        """Gather x on every rank, in place, in an operation that no clock and no trace sees."""
         now = self.clock.now()
         work = Work(CountedLink(self, "control", "ring", self._next_tag("control", NOTHING)))
-        work.begin(generator(work.link, x), None)
+        work.begin(ring_all_gather(work.link, x), None)
         work.wait()
         self.clock.resume(now)
 
