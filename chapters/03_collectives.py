@@ -392,9 +392,10 @@ if rank == 0:
 # \frac{n}{k}\beta)$: few steps *and* nearly $n\beta$. But an inner rank sends each piece three times, once up and twice
 # down, so $3n$ bytes, and a leaf only $n$. NCCL's tree is a pair of trees, each for half of the array. A leaf of one is
 # an inner rank of the other, so a rank sends at most $1.5n + 0.5n = 2n$ bytes, as in the ring, within a number of steps
-# that grows with $\lg p$. The library sends along a tree in `broadcast` only. (Its `algorithm="tree"` is another thing:
-# it sends what `ordered` of 3.5 sends, and a chunk's owner adds in the pairs $((a_0 + a_1) + (a_2 + a_3)) + \dots$: the
-# bits of doubling with the bytes of the ring. [6.6](06_tensor_parallel.ipynb) uses that order.)
+# that grows with $\lg p$. The library sends along a tree in `broadcast` only. (The `algorithm="tree"` that a file of
+# its own adds is another thing: it sends what `ordered` of 3.5 sends, and a chunk's owner adds in the pairs
+# $((a_0 + a_1) + (a_2 + a_3)) + \dots$: the bits of doubling with the bytes of the ring.
+# [6.6](06_tensor_parallel.ipynb) uses that order.)
 #
 # ### Hierarchical all-reduce
 #
@@ -482,6 +483,7 @@ if rank == 0:
 # \text{halving: } ((a_0 + a_4) + (a_2 + a_6)) + ((a_1 + a_5) + (a_3 + a_7)).$$
 
 # %%
+import minipar.parallel.tree_collectives  # noqa: F401 adds the algorithm "tree"
 from minipar.comm import ALGORITHMS
 
 everybody = [contribution(r, n) for r in range(p)]
@@ -808,16 +810,15 @@ if rank == 0:
 # %% [markdown]
 # **2. A message of the wrong size.** One rank's array is shorter. MPI delivers a short message silently into a longer
 # buffer, and leaves the rest as it was. The library checks the count that arrived. A message of the right size can be
-# wrong, too: `float64` and `int64` have the same number of bytes, and a sum and a maximum send the same messages. So
-# the tag of each message holds the operation and its number, the reduction, the dtype and the number of elements
-# (modulo 128), and the receiver compares it with its own. That adds no byte. The tag does not *select* a message:
+# wrong, too: `float64` and `int64` have the same number of bytes. So the tag of each message holds the operation and
+# its number, the dtype and the number of elements (modulo 1024), and the receiver compares it with its own. That adds
+# no byte. The tag does not *select* a message:
 # messages between the same two ranks arrive in the order in which they were sent. MPI guarantees this order, and every
 # algorithm here relies on it. The tag only *detects* that a message is not the expected one.
 #
 # **3. One rank does not call** (`if loss > threshold: ...`). On threads it is known at once. Over MPI a rank that ends
-# its program tells the others, which then name it. A rank that only computes, or waits for something else, is found
-# when `MINIPAR_TIMEOUT` seconds have passed: every rank prints its last operations, and the error names the rank that
-# is behind.
+# its program tells the others, which then name it. A rank that only computes, or waits for something else, is named
+# in one line after 30 seconds, and in an error after `MINIPAR_TIMEOUT` seconds.
 #
 # A mean that is divided by $p$ twice, before the all-reduce and after it, is harder to see: the loss still falls, and
 # Adam is nearly blind to the scale of gradients. A check needs no training, only two ranks: *the mean of equal arrays

@@ -631,9 +631,9 @@ for name in ("interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"):
 # ranks with interleaved stages, 16 microbatches and messages that take no time:
 
 # %%
+from chapters.support.ch08.in_order import CHANNELS, simulate_in_order
 from chapters.support.ch08.receives import early_receives, late_receives
 from minipar.parallel.pipeline.check import lower
-from minipar.parallel.pipeline.in_order import CHANNELS, simulate_in_order
 from minipar.parallel.pipeline.schedules import SCHEDULES
 
 if rank == 0:
@@ -681,8 +681,8 @@ if rank == 0:
 # Interleaved stages lose the most, because they send around the ring, so that each rank talks to two others in both
 # directions. One channel per rank makes the step longer by 53 units of 242, one per pair by 13, one per direction by 3.
 # Without tags there is a third danger. Two RECVs of equal size in the wrong order do not hang: each takes the other's
-# message, and only the comparison with one device sees that. `python -m visualize schedule --in-order rank` checks,
-# simulates and draws a list of your own.
+# message, and only the comparison with one device sees that. `simulate_in_order` of
+# `chapters/support/ch08/in_order.py` takes a list of your own, and `plot_schedule` draws it.
 #
 # ## 8.7 How long `F`, `I` and `W` take
 #

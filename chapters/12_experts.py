@@ -561,7 +561,7 @@ for name, call, elements, messages in (
 
 # %%
 if P % 2 == 0:  # our ranks, as two hosts
-    inside, across = comm.levels(2, "inside")
+    inside, across = comm.split_into(2, "inside")
     comm.traffic.reset()
     chunk = inside.reduce_scatter(np.ones(n), algorithm="ring")
     inside.all_gather(across.all_reduce(chunk, algorithm="ring"), algorithm="ring")

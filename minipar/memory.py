@@ -91,9 +91,9 @@ class MemoryLedger:
             "peak_parts": self.peak_parts,
             "moments": self.moments,
         }
-        gathered = comm.gather_bytes(json.dumps(account).encode())
-        if gathered is not None:
-            content = {"kinds": KINDS, "ranks": [json.loads(data) for data in gathered]}
+        everyone = comm.all_gather_bytes(json.dumps(account).encode())
+        if comm.rank == 0:
+            content = {"kinds": KINDS, "ranks": [json.loads(data) for data in everyone]}
             Path(path).write_text(json.dumps(content))
 
     def total(self) -> int:

@@ -216,8 +216,9 @@ def run(comm):
                 pass
         measured = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        for line in comm.gather_bytes(json.dumps([recompute, stage, ledger.peak, measured]).encode()) or ():
-            print(line.decode(), flush=True)
+        everyone = comm.all_gather_bytes(json.dumps([recompute, stage, ledger.peak, measured]).encode())
+        if comm.rank == 0:
+            print(*map(bytes.decode, everyone), sep="\\n", flush=True)
         del trainer
 
 main(run)

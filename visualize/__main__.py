@@ -16,8 +16,7 @@ from matplotlib import rc_context
 from minipar.cli import UsageParser, write_json, write_out
 from minipar.errors import UsageError, print_line, printable
 from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
-from minipar.parallel.pipeline.check import check, lower
-from minipar.parallel.pipeline.in_order import CHANNELS, simulate_in_order
+from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize.schedule_file import load_csv, save_csv
 
@@ -120,8 +119,6 @@ def build_parser() -> UsageParser:
     add("--backward-input", **time, metavar="TB", help="of its backward for the input's gradient (default 1)")
     add("--backward-weight", **time, metavar="TW", help="of its backward for the weights' gradients (default 1)")
     add("--comm", type=duration, default=Fraction(0), metavar="TC", help="of a message between ranks (default 0)")
-    what = "messages wait for one another: one channel per rank, pair of ranks or direction delivers in order"
-    add("--in-order", choices=CHANNELS, help=what)
     add("--out", metavar="FIG", help=FIGURE)
     add("--json", metavar="FILE", help="bubble, makespan and peak activations; - is standard output")
     add("--csv", metavar="FILE", help="the schedule in PyTorch's format")
@@ -209,18 +206,12 @@ def run_schedule(options: argparse.Namespace) -> list[str]:
     if not sum(times) > 0:
         raise UsageError("--forward + --backward-input + --backward-weight = 0: the schedule takes no time")
     chosen = choose_schedule(options)
-    check(chosen, options.in_order or "rank")
+    check(chosen)
     durations = Durations(*times, options.comm)
     simulated = simulate(chosen, durations)
     values = schedule.timeline_values(simulated, durations)
-    drawn = {"": simulated}
-    if options.in_order is not None:
-        in_order = simulate_in_order(lower(chosen), durations, options.in_order)
-        cost = float(in_order.makespan - simulated.makespan)
-        values = schedule.timeline_values(in_order, durations) | {"in_order": options.in_order, "in_order_cost": cost}
-        drawn = {f"in order, one channel per {options.in_order}": in_order, "each message at once": simulated}
     if options.out:
-        style.save(schedule.plot_schedule(drawn), options.out)
+        style.save(schedule.plot_schedule(simulated), options.out)
     if options.csv:
         try:
             save_csv(chosen, options.csv)

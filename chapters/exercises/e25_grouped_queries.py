@@ -10,7 +10,7 @@ alone, and the copies must stay equal.
 3. `norm`: the norm of the gradient of the layer's three matrices, each element of the *model* counted once.
 
 You need `comm.rank`, `comm.size` (t), `comm.all_reduce(array)`, which replaces the array by the sum over its ranks and
-returns it, and `comm.row(ranks, "copies")`, the communicator of these ranks, of which this one is one. It sends
+returns it, and `comm.new_group(ranks, "copies")`, the communicator of these ranks, of which this one is one. It sends
 nothing. Every rank of `comm` must call it equally often.
 
 Graded on 1 to 8 ranks against one device: heads, gradients and norm. The elements that all ranks send, with ==:

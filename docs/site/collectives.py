@@ -47,7 +47,7 @@ def reduce_scatter(comm: Communicator) -> None:
 
 def hierarchical(comm: Communicator) -> None:
     """Sum inside each of two hosts, then between them, then hand out inside."""
-    inside, across = comm.levels(2)
+    inside, across = comm.split_into(2)
     x = own_values(comm)
     chunk = x[slice(*chunk_bounds(x.size, inside.size)[inside.rank])]
     chunk[...] = inside.reduce_scatter(x.copy(), algorithm="ring")

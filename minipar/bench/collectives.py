@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from minipar.bench import largest, publish
-from minipar.comm.algorithms import chunk_bounds
-from minipar.comm.communicator import ALGORITHMS, Communicator, choose
+from minipar.comm.algorithms import ALGORITHMS, chunk_bounds
+from minipar.comm.communicator import Communicator, choose
 from minipar.comm.traffic import wire_bytes
 from minipar.errors import UsageError
 

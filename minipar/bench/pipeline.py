@@ -72,7 +72,7 @@ def measure(comm: Communicator, runs: dict[str, argparse.Namespace], repeat: int
             start_trace(timed)
             trainer.step(step)
             timeline = _timeline(timed, schedules[name])
-            if timeline is not None and step >= WARMUP:
+            if step >= WARMUP:
                 steps[name].append(timeline)
     if comm.rank != 0:
         return []
@@ -86,14 +86,12 @@ def random_tokens(args: argparse.Namespace) -> Tokens:
     return Tokens(ids, "random tokens")
 
 
-def _timeline(comm: Communicator, schedule: Schedule) -> Timeline | None:
-    """Return the actions of all ranks since `start_trace` on rank 0, None elsewhere."""
+def _timeline(comm: Communicator, schedule: Schedule) -> Timeline:
+    """Return the actions of all ranks since `start_trace`."""
     names = {str(action) for action in schedule.ranks[comm.rank]}
     events = [(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in comm.tracer.events if e["name"] in names]
-    gathered = comm.gather_bytes(json.dumps(events).encode())
-    if gathered is None:
-        return None
-    ranks = [[Slot(parse_action(name), start, end) for name, start, end in json.loads(data)] for data in gathered]
+    everyone = comm.all_gather_bytes(json.dumps(events).encode())
+    ranks = [[Slot(parse_action(name), start, end) for name, start, end in json.loads(data)] for data in everyone]
     return timeline_of(schedule.name, ranks)
 
 

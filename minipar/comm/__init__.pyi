@@ -1,12 +1,12 @@
 """The public names; lazy_loader reads this file, and so do editors and type checkers."""
 
+from .algorithms import ALGORITHMS as ALGORITHMS
 from .algorithms import chunk_bounds as chunk_bounds
 from .clock import CpuClock as CpuClock
 from .clock import ModelClock as ModelClock
 from .clock import Network as Network
 from .clock import Tracer as Tracer
 from .clock import WallClock as WallClock
-from .communicator import ALGORITHMS as ALGORITHMS
 from .communicator import Communicator as Communicator
 from .launch import main as main
 from .launch import world as world

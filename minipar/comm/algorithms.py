@@ -334,43 +334,25 @@ def ordered_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     return chain(ordered_reduce_scatter(link, x, own, combine), pairwise_all_gather(link, x))
 
 
-def tree_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
-    """Set out = chunk r of ((x_0 + x_1) + (x_2 + x_3)) + ..., a balanced tree, at the ring's cost."""
-    p = link.size
-    size = out.size
-    received = link.scratch(p * size, x.dtype)
-    yield from pairwise_all_to_all(link, x, received, receives=bounds_of([size] * p))
-    rows = received.reshape(p, size)
-    distance = 1
-    while distance < p:
-        for left in range(0, p - distance, 2 * distance):
-            combine(rows[left], rows[left + distance], out=rows[left])
-        distance *= 2
-    out[...] = rows[0]
-
-
-def tree_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """Set x = ((x_0 + x_1) + (x_2 + x_3)) + ...: the sums of recursive doubling, the ring's bytes."""
-    own = chunks(x, link.size)[link.rank]
-    reduce = tree_reduce_scatter(link, x, own, combine)
-    gather = pairwise_all_gather(link, x)
-    return chain(reduce, gather)
-
-
-GENERATORS: dict[tuple[str, str], Callable[..., Steps]] = {  # by operation and algorithm
-    ("all_reduce", "ring"): ring_all_reduce,
-    ("all_reduce", "recursive_doubling"): recursive_doubling_all_reduce,
-    ("all_reduce", "recursive_halving"): recursive_halving_all_reduce,
-    ("all_reduce", "ordered"): ordered_all_reduce,
-    ("all_reduce", "tree"): tree_all_reduce,
-    ("reduce_scatter", "ring"): ring_reduce_scatter,
-    ("reduce_scatter", "recursive_halving"): recursive_halving_reduce_scatter,
-    ("reduce_scatter", "ordered"): ordered_reduce_scatter,
-    ("reduce_scatter", "tree"): tree_reduce_scatter,
-    ("all_gather", "ring"): ring_all_gather,
-    ("all_gather", "recursive_doubling"): recursive_doubling_all_gather,
-    ("all_gather", "pairwise"): pairwise_all_gather,
-    ("all_to_all", "pairwise"): pairwise_all_to_all,
-    ("broadcast", "binomial"): binomial_broadcast,
-    ("barrier", "dissemination"): dissemination_barrier,
+# The algorithms of each operation, by name. A package may add its own.
+ALGORITHMS: dict[str, dict[str, Callable[..., Steps]]] = {
+    "all_reduce": {
+        "ring": ring_all_reduce,
+        "recursive_doubling": recursive_doubling_all_reduce,
+        "recursive_halving": recursive_halving_all_reduce,
+        "ordered": ordered_all_reduce,
+    },
+    "reduce_scatter": {
+        "ring": ring_reduce_scatter,
+        "recursive_halving": recursive_halving_reduce_scatter,
+        "ordered": ordered_reduce_scatter,
+    },
+    "all_gather": {
+        "ring": ring_all_gather,
+        "recursive_doubling": recursive_doubling_all_gather,
+        "pairwise": pairwise_all_gather,
+    },
+    "all_to_all": {"pairwise": pairwise_all_to_all},
+    "broadcast": {"binomial": binomial_broadcast},
+    "barrier": {"dissemination": dissemination_barrier},
 }

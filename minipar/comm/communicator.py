@@ -1,80 +1,53 @@
 """Communicator: the operations of the ranks of a group."""
 
-import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from minipar.backend import Array, from_host, is_host, to_host, xp
-from minipar.comm.algorithms import GENERATORS, bounds_of, chunks, pairwise_all_to_all, ring_all_gather
-from minipar.comm.guards import check_array, check_counts
-from minipar.comm.operation import COMBINE, USER_TAGS, Operation
+from minipar.comm.algorithms import ALGORITHMS, bounds_of, chunks, ring_all_gather
+from minipar.comm.clock import Clock, Network
 from minipar.comm.trace import TimedLink, TimedWork
-from minipar.comm.transport import Link, Steps
-from minipar.comm.work import CountedLink, Stream, Work
-from minipar.errors import CommunicationError, UsageError
-
-ALGORITHMS: dict[str, tuple[str, ...]] = {}  # the names of each operation's
-for _op, _name in GENERATORS:
-    ALGORITHMS[_op] = (*ALGORITHMS.get(_op, ()), _name)
+from minipar.comm.transport import USER_TAGS, Steps, Transport, to_tag
+from minipar.comm.work import CountedLink, Engine, Work
+from minipar.errors import CommunicationError, UsageError, check_divides
+from minipar.memory import hold
 
 FEW_STEPS_BELOW = 256 * 1024  # bytes of the whole array
 AUTO = {  # by operation: the algorithm for arrays below that size, and from there on
     "all_reduce": ("recursive_doubling", "ordered"),
     "reduce_scatter": ("recursive_halving", "ordered"),
     "all_gather": ("recursive_doubling", "pairwise"),
+    "all_to_all": ("pairwise", "pairwise"),
+    "broadcast": ("binomial", "binomial"),
+    "barrier": ("dissemination", "dissemination"),
 }
+COMBINE = {"sum": np.add, "max": np.maximum}
 NOTHING = np.empty(0, np.uint8)  # the array of operations that have none, or change none
-CONTROL = Operation("control", "ring", input=NOTHING, output=NOTHING)
 
 Counts = tuple[Sequence[int], Sequence[int]] | None
 Result = Any  # the array, or with async_op the Work whose wait() returns it
 
 
 def choose(op: str, algorithm: str, nbytes: int) -> str:
-    """Return the algorithm to run. UsageError for a name that the operation does not have.
+    """Return the name of the algorithm to run. UsageError for one that the operation does not have.
 
     "auto" is an algorithm of few messages (lg p) below FEW_STEPS_BELOW bytes of the whole array, and
     above it one of few bytes (n(p-1)/p each way) and few waits. Any other name is obeyed at any
     size, so DP and ZeRO with "ring" agree bit for bit.
     """
     if algorithm == "auto":
-        first = ALGORITHMS[op][0]
-        small, large = AUTO.get(op, (first, first))
+        small, large = AUTO[op]
         return small if nbytes < FEW_STEPS_BELOW else large
-    if algorithm in ALGORITHMS[op]:
-        return algorithm
-    problem = f'{op}: algorithm "{algorithm}"'
-    if algorithm == "mpi":
-        problem += " (MPI's own collectives are measured by python -m minipar.bench collectives)"
-    raise UsageError(f"{problem}: expected auto, {', '.join(ALGORITHMS[op])}")
+    if algorithm not in ALGORITHMS[op]:
+        raise UsageError(f'{op}: algorithm "{algorithm}": expected auto, {", ".join(ALGORITHMS[op])}')
+    return algorithm
 
 
-def steps_of(link: Link, operation: Operation) -> Steps:
-    """Return the messages of an operation: those of its algorithm, or none on a rank that is alone."""
-    if link.size == 1:
-        if operation.output is not operation.input:
-            operation.output[...] = operation.input
-        return iter(())
-    generator = GENERATORS[operation.name, operation.algorithm]
-    match operation.name:
-        case "barrier":
-            return generator(link)
-        case "all_reduce":
-            return generator(link, operation.output, operation.combine)
-        case "reduce_scatter":
-            return generator(link, operation.input, operation.output, operation.combine)
-        case "all_gather":
-            return generator(link, operation.output)
-        case "all_to_all":
-            return generator(link, operation.input, operation.output, operation.sends, operation.receives)
-        case _:
-            return generator(link, operation.output, operation.root)
-
-
-class Communicator(Stream):
+class Communicator:
     """The ranks of one mesh axis (or of the whole world), seen from one of them.
 
     rank, size       this rank and the number of ranks, inside the group
@@ -89,6 +62,43 @@ class Communicator(Stream):
     for n bytes and p ranks (exactly: `traffic.wire_bytes`).
     """
 
+    def __init__(
+        self,
+        transport: Transport,
+        axis: str = "world",
+        *,
+        clock: str | Clock = "wall",
+        network: Network | None = None,
+        parent: "Communicator | None" = None,
+    ) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self.ranks = transport.ranks
+        self.axis = axis
+        self.name = transport.name
+        axis_rank = "" if axis == "world" else f" ({axis} rank {self.rank})"
+        self.label = f"rank {self.ranks[self.rank]}{axis_rank}"  # in error messages
+        self.engine: Engine = Engine(clock, network) if parent is None else parent.engine
+        self.clock = self.engine.clock
+        self.traffic = self.engine.traffic
+        self.tracer = self.engine.tracer
+        self.queue: deque[Work] = deque()  # the collectives that are not finished, the oldest first
+        self.operations = 0  # collectives issued
+        self.groups = 0  # made of this one
+        self.end = 0.0  # when the last operation ended, on a logical clock
+        self.port = 0.0  # when its last message had left
+        self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
+        self._scratch = np.empty(0, np.uint8)
+
+    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
+        """Return memory for `count` elements, the same for all operations: they run one after the other."""
+        nbytes = count * dtype.itemsize
+        if nbytes > self._scratch.nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+            hold("buffers", self._scratch)
+        return self._scratch[:nbytes].view(dtype)
+
     @property
     def chunk_comm(self) -> "Communicator":
         """The ranks over which ZeRO cuts a bucket into chunks: these. A communicator in two levels has others."""
@@ -96,7 +106,7 @@ class Communicator(Stream):
 
     def progress(self) -> None:
         """Advance outstanding asynchronous work of all this rank's communicators, without waiting."""
-        if self.engine.streams:
+        if self.engine.busy:
             now = self.clock.now()
             self.engine.progress()
             self.clock.resume(now)
@@ -125,11 +135,15 @@ class Communicator(Stream):
 
     def _message(self, name: str, peer: int, tag: int) -> Work:
         """Return the Work of one message between users."""
-        if not 0 <= peer < self.size:
-            raise ValueError(f"{self.label}, {name}: rank {peer} is not one of the {self.size} ranks")
+        self._check_rank(name, peer)
         if not 0 <= tag < USER_TAGS:
             raise ValueError(f"{self.label}, {name}: tag {tag} is outside 0..{USER_TAGS - 1}")
         return self._work(name, "", tag, is_message=True)
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        """Raise ValueError for a rank that the group does not have: -1, or one counted in the whole world."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{self.label}, {name}: rank {rank} is not one of the {self.size} ranks")
 
     def all_reduce(
         self, x: Array, op: str = "sum", algorithm: str = "auto", async_op: bool = False
@@ -140,8 +154,7 @@ class Communicator(Stream):
         as one device does.
         """
         flat = self._flat(x, "all_reduce") if self.size > 1 else NOTHING
-        operation = Operation("all_reduce", algorithm, input=flat, output=flat, combine=_combine(op))
-        return self._issue(operation, x, async_op)
+        return self._issue("all_reduce", algorithm, (flat, COMBINE[op]), flat, x, async_op)
 
     def reduce_scatter(
         self,
@@ -158,9 +171,9 @@ class Communicator(Stream):
         x has n elements and is not changed. Sent per rank: all of x but one chunk, n(p-1)/p bytes.
         """
         flat = self._flat(x, "reduce_scatter")
-        out, host = self._output("reduce_scatter", x, out, chunks(flat, self.size)[self.rank].size)
-        operation = Operation("reduce_scatter", algorithm, input=flat, output=host, combine=_combine(op))
-        return self._issue(operation, out, async_op)
+        out = self._new(x, chunks(flat, self.size)[self.rank].size) if out is None else out
+        host = self._room(out, "reduce_scatter")
+        return self._issue("reduce_scatter", algorithm, (flat, host, COMBINE[op]), host, out, async_op)
 
     def all_gather(
         self, chunk: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False
@@ -173,15 +186,10 @@ class Communicator(Stream):
         own part of `out`. Sent per rank: n(p-1)/p bytes. Return out, or a Work.
         """
         flat = self._flat(chunk, "all_gather")
-        size = flat.size * self.size if out is None else out.size
-        out, host = self._output("all_gather", chunk, out, size)
-        own = chunks(host, self.size)[self.rank]
-        if flat.size != own.size:
-            given = f"{host.size} elements over {self.size} ranks give this rank {own.size}"
-            raise CommunicationError(f"{self.label}, all_gather: {given}, but its chunk has {flat.size}")
-        own[...] = flat  # NumPy copies nothing where the two are the same memory
-        operation = Operation("all_gather", algorithm, input=host, output=host)
-        return self._issue(operation, out, async_op)
+        out = self._new(chunk, self.size * flat.size) if out is None else out
+        host = self._room(out, "all_gather")
+        chunks(host, self.size)[self.rank][...] = flat  # copies nothing where the two are the same memory
+        return self._issue("all_gather", algorithm, (host,), host, out, async_op)
 
     def all_to_all(
         self,
@@ -204,61 +212,48 @@ class Communicator(Stream):
         receives = None
         size = self.size * chunks(flat, self.size)[self.rank].size
         if counts is not None:
-            check_counts(self.label, self.rank, self.size, counts, flat.size)
             sends = bounds_of(counts[0])
             receives = bounds_of(counts[1])
+            if sends[-1][1] != flat.size:
+                given = f"counts of {sends[-1][1]} elements, but the array has {flat.size}"
+                raise CommunicationError(f"{self.label}, all_to_all: {given}")
             size = receives[-1][1]
-        out, host = self._output("all_to_all", x, out, size)
-        operation = Operation(
-            "all_to_all", algorithm, input=flat, output=host, sends=sends, receives=receives
-        )
-        return self._issue(operation, out, async_op)
+        out = self._new(x, size) if out is None else out
+        host = self._room(out, "all_to_all")
+        arguments = (flat, host, sends, receives)
+        # With counts, each rank has its own number of elements.
+        elements = flat.size if counts is None else 0
+        return self._issue("all_to_all", algorithm, arguments, host, out, async_op, elements)
 
     def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
         """Copy x of `root` to every rank, in place.
 
         Sent: n bytes per child in a binomial tree, n(p-1) in all.
         """
-        if not 0 <= root < self.size:
-            raise ValueError(f"{self.label}, broadcast: root {root} is not one of the {self.size} ranks")
+        self._check_rank("broadcast", root)
         flat = self._flat(x, "broadcast") if self.size > 1 else NOTHING
-        operation = Operation("broadcast", algorithm, input=flat, output=flat, root=root)
-        return self._issue(operation, x, async_op)
+        return self._issue("broadcast", algorithm, (flat, root), flat, x, async_op)
 
     def barrier(self, algorithm: str = "auto") -> None:
         """Return when every rank of the group has called. Sent: ceil(lg p) empty messages."""
-        operation = Operation("barrier", algorithm, input=NOTHING, output=NOTHING)
-        self._issue(operation, None, async_op=False)
+        self._issue("barrier", algorithm, (), NOTHING, None, async_op=False)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order.
 
-        Operation "control": no clock and no trace sees it.
+        Operation "control": no clock and no trace sees it. Shorter ones are padded on the way.
         """
-        return self._gather(data, range(self.size))
-
-    def gather_bytes(self, data: bytes, root: int = 0) -> list[bytes] | None:
-        """Return on `root` what `all_gather_bytes` returns everywhere, and None elsewhere."""
-        parts = self._gather(data, [root])
-        return parts if self.rank == root else None
-
-    def _gather(self, data: bytes, ranks: Sequence[int]) -> list[bytes]:
-        """Return every rank's bytes, on `ranks`: an all-to-all in which the others receive nothing."""
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
-        self._control(ring_all_gather, lengths)
-        sends = [(0, len(data) if rank in ranks else 0) for rank in range(self.size)]
-        receives = bounds_of(lengths if self.rank in ranks else 0 * lengths)
-        everything = np.empty(receives[-1][1], np.uint8)
-        if lengths.any():
-            self._control(pairwise_all_to_all, np.frombuffer(data, np.uint8), everything, sends, receives)
-        return [part.tobytes() for part in chunks(everything, self.size, receives)]
+        self._gather(lengths)
+        rows = np.zeros((self.size, lengths.max()), np.uint8)
+        rows[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
+        self._gather(rows.reshape(-1))
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def agree(self, error: str | None = None) -> None:
         """Raise the lowest rank's error, if any has one, as UsageError on every rank: none waits for a failed one."""
-        with self.engine.patient():  # one rank may have written a large file
-            texts = self.all_gather_bytes((error or "").encode())
-        for text in texts:
+        for text in self.all_gather_bytes((error or "").encode()):
             if text:
                 raise UsageError(text.decode())
 
@@ -269,71 +264,86 @@ class Communicator(Stream):
         """
         colors = self.all_gather_bytes(str(color).encode())
         members = [rank for rank in range(self.size) if colors[rank] == colors[self.rank]]
-        group = self.row(members, axis)  # Also for None, because every rank must call `row` as often.
+        group = self.new_group(members, axis)  # Also for None: every rank must call it as often.
         return None if color is None else group
 
-    def row(self, members: list[int], axis: str) -> "Communicator":
+    def new_group(self, members: list[int], axis: str) -> "Communicator":
         """Make the group of these ranks, this one among them, in this order, without sending anything.
 
         Every rank must call it as often as the others, and each member with the same list.
         """
-        self.rows += 1
-        name = f"{self.name}/{self.rows}.{axis}{members[0]}"
+        self.groups += 1
+        name = f"{self.name}/{self.groups}.{axis}{members[0]}"
         return Communicator(self.transport.group(members, name), axis, parent=self)
 
-    def levels(self, hosts: int, axis: str | None = None) -> tuple["Communicator", "Communicator"]:
-        """Cut the ranks into `hosts` groups of neighbours.
+    def split_into(self, groups: int, axis: str | None = None) -> tuple["Communicator", "Communicator"]:
+        """Cut the ranks into equal groups of neighbours, such as those of one host.
 
-        Make this rank's, and the ranks with the same local rank in all groups.
-
-        The first may have an axis of its own. UsageError if the groups would not be equal.
+        Make this rank's group, which may have an axis of its own, and the group of the ranks that
+        have the same place in theirs. UsageError if the groups would not be equal.
         """
-        if hosts < 1 or self.size % hosts:
-            raise UsageError(f"{self.label}: {self.size} ranks / {hosts} groups is not a whole number")
-        near = self.size // hosts
-        local_rank = self.rank % near
-        first = self.rank - local_rank
-        inside = self.row(list(range(first, first + near)), axis or self.axis)
-        return inside, self.row(list(range(local_rank, self.size, near)), self.axis)
+        check_divides(f"{self.axis}/groups", self.size, groups, "all groups have the same size")
+        near = self.size // groups
+        place = self.rank % near
+        first = self.rank - place
+        inside = self.new_group(list(range(first, first + near)), axis or self.axis)
+        return inside, self.new_group(list(range(place, self.size, near)), self.axis)
 
-    def _issue(self, operation: Operation, result: Array | None, async_op: bool) -> Result:
-        """Put an operation into the queue. Return its Work, or wait for it and return its result.
+    def _issue(
+        self,
+        name: str,
+        algorithm: str,
+        arguments: tuple[Any, ...],
+        host: np.ndarray,
+        result: Array | None,
+        async_op: bool,
+        elements: int | None = None,
+    ) -> Result:
+        """Put an operation into the queue. Return its Work, or wait for it and return `result`.
 
-        Its algorithm may still be "auto". `result` is the output, or the device array for the
-        output's values.
+        `arguments` are those of the algorithm after its link, first the array that is sent. `host`
+        gets the result's values; they are copied to `result` if this is an array on the device.
         """
-        operation.algorithm = choose(operation.name, operation.algorithm, operation.input.nbytes)
-        work = self._work(operation.name, operation.algorithm, self.next_tag(operation))
-        work.begin(steps_of(work.link, operation), result)
-        if type(result) is not np.ndarray and operation.output is not NOTHING:
-            work.then(partial(_copy_back, operation.output, result))
+        sent = arguments[0] if arguments else NOTHING
+        algorithm = choose(name, algorithm, sent.nbytes)
+        work = self._work(name, algorithm, self._next_tag(name, sent, elements))
+        steps: Steps = iter(())
+        if self.size > 1:
+            steps = ALGORITHMS[name][algorithm](work.link, *arguments)
+        else:
+            host[...] = sent
+        work.begin(steps, result)
+        if type(result) is not np.ndarray and host is not NOTHING:
+            work.then(partial(_copy_back, host, result))
         if not async_op:
             return work.wait()
-        self.engine.unwaited[work] = _calling_line()
-        work.drive(to_end=False)
+        work.test()
         return work
+
+    def _next_tag(self, name: str, sent: np.ndarray, elements: int | None = None) -> int:
+        """Return the tag of the next operation."""
+        self.operations += 1
+        return to_tag(name, sent.dtype, sent.size if elements is None else elements, self.operations)
 
     def _work(self, name: str, algorithm: str, tag: int, is_message: bool = False) -> Work:
         """Make the Work of an operation or a message.
 
         It is a TimedWork on a logical clock, or while a trace is recorded.
         """
-        link = CountedLink(self, name, algorithm, tag)
         if self.clock.logical or self.tracer.enabled:
-            return TimedWork(TimedLink(link, is_message))
-        return Work(self, link, is_message)
+            return TimedWork(TimedLink(self, name, algorithm, tag, is_message))
+        return Work(CountedLink(self, name, algorithm, tag), is_message)
 
-    def _control(self, generator: Callable[..., Steps], *arguments: Any) -> None:
-        """Run an operation that no clock and no trace sees."""
+    def _gather(self, x: np.ndarray) -> None:
+        """Gather x on every rank, in place, in an operation that no clock and no trace sees."""
         now = self.clock.now()
-        work = Work(self, CountedLink(self, "control", "ring", self.next_tag(CONTROL)))
-        work.begin(generator(work.link, *arguments), None)
+        work = Work(CountedLink(self, "control", "ring", self._next_tag("control", NOTHING)))
+        work.begin(ring_all_gather(work.link, x), None)
         work.wait()
         self.clock.resume(now)
 
     def _flat(self, x: Array, op: str) -> np.ndarray:
         """Return the values of x as a flat host array: x's own memory, or a copy of a device array."""
-        check_array(self.label, op, x)
         if type(x) is np.ndarray:
             if not x.flags.c_contiguous:
                 raise ValueError(
@@ -346,30 +356,11 @@ class Communicator(Stream):
         """Return a flat host array for x's new values: x's own memory, or new memory if x is a device array."""
         return self._flat(x, op) if type(x) is np.ndarray else np.empty(x.size, x.dtype)
 
-    def _output(self, op: str, x: Array, out: Array | None, size: int) -> tuple[Array, np.ndarray]:
-        """Return the array for a result of `size` elements, and the flat host array of its values."""
-        if out is None:
-            out = np.empty(size, x.dtype) if is_host(x) else xp.empty(size, dtype=x.dtype)
-        elif out.size != size or out.dtype != x.dtype:
-            given = f"out has {out.size} elements of {out.dtype}"
-            raise CommunicationError(f"{self.label}, {op}: {given}, expected {size} of {x.dtype}")
-        return out, self._room(out, op)
-
-
-def _combine(op: str) -> np.ufunc:
-    if op not in COMBINE:
-        raise UsageError(f'reduction "{op}": expected one of {", ".join(COMBINE)}')
-    return COMBINE[op]
+    def _new(self, x: Array, size: int) -> Array:
+        """Return a new array of `size` elements, on the host or the device, like x."""
+        return np.empty(size, x.dtype) if is_host(x) else xp.empty(size, dtype=x.dtype)
 
 
 def _copy_back(host: np.ndarray, x: Array) -> None:
     """Copy a result to the device."""
     x[...] = from_host(host.reshape(x.shape))
-
-
-def _calling_line() -> str:
-    """Return the line outside of this package that called the operation."""
-    for frame, line in traceback.walk_stack(None):
-        if not frame.f_globals["__name__"].startswith("minipar.comm."):
-            return f"{frame.f_code.co_filename}:{line}"
-    raise AssertionError("some program has called it")

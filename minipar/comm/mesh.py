@@ -4,7 +4,6 @@ from itertools import product
 from math import prod
 
 from minipar.comm.communicator import Communicator
-from minipar.comm.guards import check_mesh
 from minipar.errors import UsageError
 
 
@@ -36,7 +35,6 @@ class DeviceMesh:
         ep: int = 1,
         etp: int | None = None,
     ) -> None:
-        check_mesh(comm, {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp})
         self.world = comm
         self.shape = mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp, cp)
         self.coordinates: dict[str, int] = {}
@@ -49,8 +47,8 @@ class DeviceMesh:
             etp = tp
         check_expert_mesh(self.dp.size, cp, tp, ep, etp)
         stage = self._along("dp", "cp", "tp")
-        self.etp, self.ep_edp = stage.levels(stage.size // etp, "tp")
-        self.ep, self.edp = self.ep_edp.levels(self.ep_edp.size // ep, "ep")
+        self.etp, self.ep_edp = stage.split_into(stage.size // etp, "tp")
+        self.ep, self.edp = self.ep_edp.split_into(self.ep_edp.size // ep, "ep")
 
     def rank_at(self, **coordinates: int) -> int:
         """Return the world rank at these coordinates.
@@ -66,7 +64,7 @@ class DeviceMesh:
     def _along(self, *axes: str) -> Communicator:
         """Make the Communicator of this rank's row along one axis, or its plane along several, the slowest first."""
         points = product(*(range(self.shape[axis]) for axis in axes))
-        return self.world.row(
+        return self.world.new_group(
             [self.rank_at(**dict(zip(axes, point, strict=True))) for point in points], axes[0]
         )
 

@@ -5,21 +5,22 @@ that a call costs, because mpi4py need not read the array interface. It also mak
 sendable, MPI's own or not.
 """
 
+import atexit
 import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import NoReturn
 
 import numpy as np
 from mpi4py import MPI
 
-from minipar.comm.operation import USER_TAGS, meaning
-from minipar.comm.transport import Link, Message, Request, has_returned
-from minipar.comm.work import Engine
-from minipar.errors import CommunicationError, print_line
+from minipar.comm.transport import USER_TAGS, Link, Message, Request, has_returned
+from minipar.errors import CommunicationError
 
 BYTE = MPI.BYTE
 
@@ -33,10 +34,9 @@ LONGEST_SLEEP = 1e-3
 # From the last line printed to the end of the job: mpirun drops what is still in its pipes.
 OUTPUT_SECONDS = 0.3
 
-# Tags of notices: I leave; I leave with an error; I printed my report, print yours.
-LEFT, FAILED, REPORTED = range(3)
-LEFT_SECONDS = 2.0  # after it, the last messages of a rank that has left must have arrived
-REPORT_SECONDS = 2.0  # for the other ranks to print their reports
+# Tags of notices.
+LEFT, FAILED = range(2)
+LEFT_PAUSES = 2000  # after these, about 2 s, the last messages of a rank that has left must have arrived
 FAILED_SECONDS = 3.0  # for the other ranks to fail, too
 
 STATUS = MPI.Status()  # read at once after each test, so one serves all (one thread per rank calls MPI)
@@ -70,89 +70,51 @@ class _Receive(Message):
                 return False
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
-                raise CommunicationError(f"{self.describe()}: {error}") from None
+                raise
             raise self.mismatch(f"more than {self.nbytes}", STATUS.Get_tag()) from None
-        has_another_size = self.nbytes > 0 and STATUS.Get_count(BYTE) != self.nbytes
-        if STATUS.Get_tag() != self.tag or has_another_size:
+        if STATUS.Get_tag() != self.tag or STATUS.Get_count(BYTE) != self.nbytes:
             raise self.mismatch(STATUS.Get_count(BYTE), STATUS.Get_tag())
         self.done = True
         return True
 
 
 class Notices:
-    """The messages between ranks outside of operations: a rank leaves, fails, or has printed a report."""
+    """The messages between ranks outside of operations: a rank leaves, or fails."""
 
     def __init__(self) -> None:
         self.comm = MPI.COMM_WORLD.Dup()
-        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        self.arrived: dict[int, dict[int, int]] = {LEFT: {}, FAILED: {}, REPORTED: {}}  # tag -> {rank: value}
-        # Buffers must stay until their messages have left.
-        self._sent: list[tuple[np.ndarray, MPI.Request]] = []
+        self.arrived: dict[int, set[int]] = {LEFT: set(), FAILED: set()}  # the ranks that have sent one
+        self.sent: list[MPI.Request] = []  # kept until MPI ends
 
-    def send(self, tag: int, value: int = 0, seconds: float = 0.0) -> bool:
+    def send(self, tag: int, seconds: float) -> bool:
         """Send a notice to every other rank, and wait for theirs.
 
         Return False if some have not come in time.
         """
-        self.arrived[tag][self.rank] = value
-        buffer = np.array([value])
-        for rank in range(self.size):
-            if rank != self.rank:
-                self._sent.append((buffer, self.comm.Isend([buffer, 8, BYTE], rank, tag)))
-        return self.wait(tag, range(self.size), time.monotonic() + seconds)
-
-    def wait(self, tag: int, ranks: Sequence[int], deadline: float) -> bool:
-        """Wait for these ranks' notices of one kind. Return False if some have not come in time."""
-        arrived = self.arrived[tag]
-        while any(rank not in arrived for rank in ranks) and time.monotonic() < deadline:
+        others = set(range(self.comm.size)) - {self.comm.rank}
+        for rank in others:
+            self.sent.append(self.comm.Isend([None, 0, BYTE], rank, tag))
+        deadline = time.monotonic() + seconds
+        while self.ranks_with(tag) != others and time.monotonic() < deadline:
             time.sleep(LONGEST_SLEEP)
-            self.receive()
-        return all(rank in arrived for rank in ranks)
+        return self.arrived[tag] == others
 
-    def receive(self) -> None:
-        """Record the notices that have arrived."""
+    def ranks_with(self, tag: int) -> set[int]:
+        """Receive the notices that have arrived. Return the ranks that have sent one of this kind."""
         while self.comm.Iprobe(status=STATUS):
-            source, tag, value = STATUS.Get_source(), STATUS.Get_tag(), np.empty(1, np.int64)
-            self.comm.Recv([value, 8, BYTE], source, tag)
-            self.arrived[tag][source] = int(value[0])
+            source = STATUS.Get_source()
+            kind = STATUS.Get_tag()
+            self.comm.Recv([None, 0, BYTE], source, kind)
+            self.arrived[kind].add(source)
+        return self.arrived[tag]
 
     def leave(self) -> None:
         """Tell the others that this rank leaves, and wait until all do: MPI must not end with messages on their way."""
-        self.send(LEFT, seconds=math.inf)
+        self.send(LEFT, math.inf)
 
-    def everyone_fails(self) -> bool:
+    def every_rank_fails(self) -> bool:
         """Tell the others that this rank ends with an error. Return False if some do not say so in time."""
-        return self.send(FAILED, seconds=FAILED_SECONDS)
-
-    def print_report(self, request: Request, engine: Engine) -> None:
-        """Print what this rank waits for and its last operations. Tell the others, who then do the same."""
-        if self.rank in self.arrived[REPORTED]:
-            return
-        operations = [f"{axis}: {meaning(tag)}" for axis, tag in reversed(engine.recent)]
-        text = f"{request.describe()}; last operations, the newest first: {'; '.join(operations)}"
-        print_line(f"minipar: {text}")
-        self.send(REPORTED, engine.operations)
-
-    def look(self, request: Request, seconds: float, engine: Engine) -> None:
-        """Print a report if another rank has.
-
-        CommunicationError if the rank that has to act for `request` has left.
-        """
-        self.receive()
-        if self.arrived[REPORTED]:
-            self.print_report(request, engine)
-        if seconds > LEFT_SECONDS and request.peer in self.arrived[LEFT]:
-            raise CommunicationError(f"{request.describe()}: {has_returned(request.peer)}")
-
-    def report(self, request: Request, engine: Engine) -> str:
-        """Make every rank print what it waits for and its last operations. Say which rank is behind."""
-        self.print_report(request, engine)
-        self.wait(REPORTED, range(self.size), time.monotonic() + REPORT_SECONDS)
-        counts = self.arrived[REPORTED]
-        silent = [str(rank) for rank in range(self.size) if rank not in counts]
-        if silent:
-            return f"; rank {', '.join(silent)} does not answer: it computes, or is stopped"
-        return f"; rank {min(counts, key=lambda rank: counts[rank])} has called the fewest operations"
+        return self.send(FAILED, FAILED_SECONDS)
 
 
 class MPITransport:
@@ -193,6 +155,8 @@ class MPITransport:
             os.sched_yield()
         else:
             time.sleep(min(FIRST_SLEEP * (1 + (attempt - YIELD_TESTS) // 8), LONGEST_SLEEP))
+        if attempt > LEFT_PAUSES and waiting_for.peer in self.notices.ranks_with(LEFT):
+            raise CommunicationError(f"{waiting_for.describe()}: {has_returned(waiting_for.peer)}")
 
     def group(self, ranks: Sequence[int], name: str) -> "MPITransport":
         everyone = self.comm.Get_group()
@@ -201,6 +165,24 @@ class MPITransport:
         members.Free()
         everyone.Free()
         return MPITransport(comm, [self.ranks[rank] for rank in ranks], self.notices, name)
+
+
+def start() -> MPITransport:
+    """Start MPI. Return the transport of all ranks, whose exceptions and ends no other rank waits for in vain."""
+    notices = Notices()
+    if MPI.COMM_WORLD.size > 1:
+        sys.excepthook = abort_with_traceback
+        atexit.register(notices.leave)
+    return MPITransport(MPI.COMM_WORLD, range(MPI.COMM_WORLD.size), notices)
+
+
+def abort_with_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print the traceback and end the job. (The excepthook: plain Python would leave the other ranks waiting.)"""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    sys.stderr.write(f"rank {MPI.COMM_WORLD.rank}:\n{text}")
+    abort(1)
 
 
 def abort(code: int) -> NoReturn:

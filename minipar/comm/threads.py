@@ -18,9 +18,8 @@ import numpy as np
 from minipar.backend import Value, one_blas_thread
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
-from minipar.comm.operation import USER_TAGS
-from minipar.comm.transport import Link, Message, Request, has_returned
-from minipar.errors import CommunicationError, UsageError, print_line
+from minipar.comm.transport import USER_TAGS, Link, Message, Request, has_returned
+from minipar.errors import CommunicationError, print_line
 
 LOOK_SECONDS = 0.05  # between two looks at the clock by a rank that waits; a message wakes it at once
 RELEASE_SECONDS = 10.0  # how long a failed run waits for ranks that are still computing
@@ -48,8 +47,7 @@ class _Message(Message):
 class ThreadWorld:
     """The state that the threads share: unmatched messages, what each rank waits for, and the first failure."""
 
-    def __init__(self, size: int, launcher: str = "run_local") -> None:
-        self.launcher = launcher  # what the user called to start the ranks
+    def __init__(self, size: int) -> None:
         self.lock = threading.Lock()
         self.unmatched: dict[tuple[str, int, int, int], deque[_Message]] = {}
         self.wake = [threading.Condition(self.lock) for _ in range(size)]
@@ -120,13 +118,13 @@ class ThreadWorld:
 class ThreadTransport:
     """The ranks of one group of threads. (Its methods' docstrings are in transport.Transport.)"""
 
+    launcher = "this process"
     notices = None  # the threads know at once that every rank waits
 
     def __init__(self, world: ThreadWorld, ranks: Sequence[int], rank: int, name: str = "world") -> None:
         self.world = world
         self.rank = rank
         self.name = name
-        self.launcher = world.launcher
         self.ranks = list(ranks)  # their threads' numbers
         self.size = len(ranks)
 
@@ -154,28 +152,23 @@ def run_local(
     ranks: int,
     fn: Callable[..., Value],
     *args: object,
-    clock: str | Callable[[], Clock] | None = None,
+    clock: str | Callable[[], Clock] = "wall",
     network: Network | None = None,
-    launcher: str = "run_local",
     **kwargs: object,
 ) -> list[Value]:
     """Run `fn(comm, *args, **kwargs)` on `ranks` threads, each with its own Communicator.
 
     Return the ranks' values.
 
-    `clock` is "wall" (default), "cpu", "model", or a function that makes a rank's clock. `network`
-    prices messages on logical clocks. The first exception in time is raised here, with a note that
-    names its rank, and the other ranks are released at once. If every rank waits and no message can
-    come, CommunicationError lists what each one waits for. A rank that calls `sys.exit()` has
-    returned; SystemExit is raised here if every rank does so, or one with an error. Meanwhile BLAS
-    has one thread in this process, as on every rank. `launcher` is this call's name in errors.
-    UsageError for fewer than 1 rank.
+    `clock` is "wall", "cpu", "model", or a function that makes a rank's clock. `network` prices
+    messages on logical clocks. The first exception in time is raised here, with a note that names
+    its rank, and the other ranks are released at once. If every rank waits and no message can come,
+    CommunicationError lists what each one waits for. A rank that calls `sys.exit()` has returned;
+    with an error, its SystemExit is raised here. Meanwhile BLAS has one thread in this process, as
+    on every rank.
     """
-    if ranks < 1:
-        raise UsageError(f"{launcher} needs at least 1 rank, not {ranks}")
-    world = ThreadWorld(ranks, launcher)
+    world = ThreadWorld(ranks)
     results: list[Any] = [None] * ranks
-    exits: dict[int, SystemExit] = {}  # what ranks have raised by sys.exit()
 
     def run(rank: int) -> None:
         try:
@@ -184,8 +177,8 @@ def run_local(
             try:
                 results[rank] = fn(comm, *args, **kwargs)
             except SystemExit as leaving:
-                exits[rank] = leaving
-            comm.engine.close()
+                if leaving.code:
+                    raise
             with world.lock:
                 world.idle[rank] = None  # if all others wait, the next of them to look reports the deadlock
         except _Released:
@@ -193,6 +186,8 @@ def run_local(
         except BaseException as error:
             if world.fail(error):
                 error.add_note(f"on rank {rank}")
+                if isinstance(error, SystemExit):
+                    print_line(f"minipar: rank {rank} exits with {error.code!r}")
 
     threads = [
         threading.Thread(
@@ -212,28 +207,8 @@ def run_local(
         if world.failure is not None:
             for thread in threads:
                 thread.join(RELEASE_SECONDS)
-    _raise_exit(exits, ranks, world.failure)
-    if world.failure is not None:
-        raise world.failure
+            raise world.failure
     return results
-
-
-def _raise_exit(exits: dict[int, SystemExit], ranks: int, failure: BaseException | None) -> None:
-    """Raise SystemExit if every rank has called sys.exit(), or one of them with an error, as under mpirun.
-
-    A rank that ends so alone is named, unless there is another cause than that others waited for
-    it.
-    """
-    errors = [rank for rank in sorted(exits) if exits[rank].code not in (0, None)]
-    if failure is not None and not (errors and isinstance(failure, CommunicationError)):
-        return
-    if errors:
-        code = exits[errors[0]].code
-        if len(exits) < ranks:
-            print_line(f"minipar: rank {errors[0]} exits with {code!r}, and not every rank does")
-        raise SystemExit(code)
-    if len(exits) == ranks:
-        raise SystemExit(0)
 
 
 def serial() -> Communicator:

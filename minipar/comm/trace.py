@@ -21,7 +21,7 @@ from minipar.comm.work import CountedLink, Work
 from minipar.memory import unrecorded
 
 
-class TimedLink:
+class TimedLink(CountedLink):
     """A link that takes the time of its messages, and draws them as arrows.
 
     Each arriving message moves the operation to max(now, sender's clock + alpha + beta*bytes). p-1
@@ -29,25 +29,19 @@ class TimedLink:
     ahead of each message: a header of 8 bytes with the same tag, not counted as traffic.
     """
 
-    def __init__(self, link: CountedLink, is_message: bool) -> None:
-        self.link = link
-        self.rank = link.rank
-        self.size = link.size
-        self.scratch = link.scratch
-        self.title = link.title
-        self.stream = link.stream
+    def __init__(self, comm: Any, name: str, algorithm: str, tag: int, is_message: bool) -> None:
+        super().__init__(comm, name, algorithm, tag)
         self.is_message = is_message
-        self.clock = self.stream.clock
-        self.tracer = self.stream.tracer
+        self.clock = comm.clock
+        self.tracer = comm.tracer
         self.time = self.clock.now()  # when the operation was issued
         self.port = 0.0  # when the last message sent has left
         # Seconds in which a message was missing that its sender had not sent (wall: not delivered).
         self.waited = 0.0
         self.nbytes = 0  # sent
         self.headers: list[Request] = []  # for the messages since the last step; none on a wall clock
-        self.arrivals: dict[
-            Request, tuple[np.ndarray, float, str]
-        ] = {}  # sender's clock, network's price, arrow
+        # Of each message under way: the sender's clock, the network's price, and the arrow.
+        self.arrivals: dict[Request, tuple[np.ndarray, float, str]] = {}
 
     def isend(self, array: np.ndarray, dest: int) -> Request:
         """Start to send a message, behind its header on a logical clock."""
@@ -58,8 +52,8 @@ class TimedLink:
             leaves = max(self.time, self.port)
             self.port = leaves + self._seconds(array, self.rank, dest)
             stamp = np.array([leaves])
-            self.headers.append(self.link.transport.isend(stamp, dest, self.link.tag, self))
-        request = self.link.isend(array, dest)
+            self.headers.append(self.transport.isend(stamp, dest, self.tag, self))
+        request = super().isend(array, dest)
         arrow = self._arrow(self.rank, dest)
         if self.tracer.enabled:
             self.tracer.arrow(self.track(), arrow, leaves, array.nbytes)
@@ -69,8 +63,8 @@ class TimedLink:
         """Start to receive a message, behind its header on a logical clock."""
         stamp = np.empty(1)
         if self.clock.logical:
-            self.headers.append(self.link.transport.irecv(stamp, source, self.link.tag, self))
-        request = self.link.irecv(array, source)
+            self.headers.append(self.transport.irecv(stamp, source, self.tag, self))
+        request = super().irecv(array, source)
         seconds = self._seconds(array, source, self.rank)
         self.arrivals[request] = (stamp, seconds, self._arrow(source, self.rank))
         return request
@@ -95,29 +89,29 @@ class TimedLink:
         """Draw the operation as a slice that ends now."""
         if self.tracer.enabled:
             arguments = {
-                "op": self.link.name,
-                "algorithm": self.link.algorithm,
+                "op": self.name,
+                "algorithm": self.algorithm,
                 "bytes": self.nbytes,
                 "wait": self.waited,
             }
-            self.tracer.slice(self.track(), self.link.name, "communication", started, self.time, arguments)
+            self.tracer.slice(self.track(), self.name, "communication", started, self.time, arguments)
 
     def track(self) -> int:
         """Return the track of a trace on which the operation is drawn."""
         kind = ", send and receive" if self.is_message else ""
-        return self.tracer.track(self.stream.name + kind, f"communication {self.stream.axis}{kind}")
+        return self.tracer.track(self.comm.name + kind, f"communication {self.comm.axis}{kind}")
 
     def _seconds(self, array: np.ndarray, source: int, dest: int) -> float:
-        ranks = self.stream.ranks
-        return self.stream.engine.network.seconds(array.nbytes, ranks[source], ranks[dest])
+        ranks = self.comm.ranks
+        return self.comm.engine.network.seconds(array.nbytes, ranks[source], ranks[dest])
 
     def _arrow(self, source: int, dest: int) -> str:
         """Name the next message from `source` to `dest`, alike on both ranks."""
-        ends = f"{self.stream.name}:{source}>{dest}"
+        ends = f"{self.comm.name}:{source}>{dest}"
         if self.is_message:
-            ends += f".{self.link.tag}"
-        self.stream.messages[ends] += 1
-        return f"{ends}#{self.stream.messages[ends]}"
+            ends += f".{self.tag}"
+        self.comm.messages[ends] += 1
+        return f"{ends}#{self.comm.messages[ends]}"
 
 
 class TimedWork(Work):
@@ -129,7 +123,7 @@ class TimedWork(Work):
     link: TimedLink
 
     def __init__(self, link: TimedLink) -> None:
-        super().__init__(link.stream, link, link.is_message)
+        super().__init__(link, link.is_message)
         self.clock = link.clock
         self.called = link.time
         self.asked = link.time  # when the caller last tested or waited
@@ -139,14 +133,19 @@ class TimedWork(Work):
         super().begin(self._time_message(steps) if self.is_message else self._time(steps), result)
         self.clock.resume(self.called)
 
-    def drive(self, to_end: bool) -> None:
-        """Run as far as possible, or to the end, before which the rank does not continue."""
+    def test(self) -> bool:
+        """Run as far as possible. A message that has arrived takes its time."""
         self.asked = self.clock.now()
-        super().drive(to_end)
-        if to_end or (self.is_message and self.done):
-            self.clock.resume(max(self.asked, self.link.time))
-        else:
-            self.clock.resume(self.asked)
+        done = super().test()
+        self.clock.resume(max(self.asked, self.link.time) if self.is_message and done else self.asked)
+        return done
+
+    def wait(self) -> Array:
+        """Run to the end, before which the rank does not continue."""
+        self.asked = self.clock.now()
+        result = super().wait()
+        self.clock.resume(max(self.asked, self.link.time))
+        return result
 
     def call_back(self) -> None:
         """Call what `then` was given at the time of the last message, also on a rank that notices it later."""
@@ -161,15 +160,15 @@ class TimedWork(Work):
         Begins when it is the operation's turn.
         """
         link = self.link
-        started = max(self.called, self.stream.end) if self.clock.logical else self.clock.now()
+        started = max(self.called, self.comm.end) if self.clock.logical else self.clock.now()
         link.time = started
-        link.port = self.stream.port
+        link.port = self.comm.port
         for requests in steps:
             yield [*requests, *link.headers]
             link.headers.clear()
             link.settle(requests)
-        self.stream.end = link.time
-        self.stream.port = link.port
+        self.comm.end = link.time
+        self.comm.port = link.port
         link.record(started)
 
     def _time_message(self, steps: Steps) -> Steps:
@@ -178,7 +177,7 @@ class TimedWork(Work):
         A send takes no time and is recorded at once, a receive when it has arrived.
         """
         link = self.link
-        is_send = link.link.name == "send"
+        is_send = link.name == "send"
         requests = next(steps)
         if is_send:
             if not self.clock.logical:
@@ -230,16 +229,12 @@ def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     slowest axis first.
     """
     comm.tracer.enabled = False
-    gathered = comm.gather_bytes(json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode())
-    error = None
-    if gathered is not None:
-        events = [event for data in gathered for event in json.loads(data)]
-        about: dict[str, object] = {"clock": comm.clock.name}
-        if mesh is not None:
-            about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
-        try:
-            with open(path, "w") as file:
-                json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, file)
-        except OSError as problem:
-            error = f"--trace {path}: {problem.strerror}"
-    comm.agree(error)
+    everyone = comm.all_gather_bytes(json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode())
+    if comm.rank > 0:
+        return
+    events = [event for data in everyone for event in json.loads(data)]
+    about: dict[str, object] = {"clock": comm.clock.name}
+    if mesh is not None:
+        about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
+    with open(path, "w") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, file)

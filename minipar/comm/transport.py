@@ -2,8 +2,8 @@
 
 A user's message is received by its tag. A collective's messages are received in the order in which
 they were sent, and their tag says what the sender is doing. The receiver compares it with what it
-is doing itself. So ranks that call different operations, or one with different dtypes, reductions
-or numbers of elements, get an error instead of values.
+is doing itself. So ranks that call different operations, or one with different dtypes or numbers of
+elements, get an error instead of values.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,8 +12,31 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from minipar.comm.operation import meaning
 from minipar.errors import CommunicationError
+
+USER_TAGS = 1 << 16  # the user's tags are 0..USER_TAGS-1
+# The tag of a collective's messages has the index of its name in this list.
+OPERATIONS = "control all_reduce reduce_scatter all_gather all_to_all broadcast barrier".split()
+DTYPES: dict[int, str] = {np.dtype(letter).num: np.dtype(letter).name for letter in "?bBhHiIlLqQefdgFDG"}
+
+
+def to_tag(name: str, dtype: np.dtype, elements: int, number: int) -> int:
+    """Pack a call of a collective, the `number`-th of its communicator, into a tag above USER_TAGS."""
+    tag = 128 + number % 128  # the leading 1 makes every tag larger than USER_TAGS
+    tag = tag * 1024 + elements % 1024
+    tag = tag * 32 + min(dtype.num, 31)
+    return tag * 8 + OPERATIONS.index(name)
+
+
+def meaning(tag: int) -> str:
+    """Say what a rank is doing that sends messages with this tag."""
+    if tag < USER_TAGS:
+        return f"tag {tag}"
+    tag, name = divmod(tag, 8)
+    tag, dtype = divmod(tag, 32)
+    number, elements = divmod(tag, 1024)
+    call = f"{OPERATIONS[name]} of {DTYPES.get(dtype, 'another dtype')}"
+    return f"{call}, elements mod 1024 = {elements}, operation {number % 128}"
 
 
 def has_returned(rank: int) -> str:
@@ -59,7 +82,7 @@ class Transport(Protocol):
     size: int
     ranks: list[int]  # the world rank of each member
     name: str  # the same on every member, and no other group's
-    launcher: str  # what started the ranks, for error messages: "mpirun", or the call that made threads
+    launcher: str  # what started the ranks, for error messages: "mpirun", or "this process" for threads
     notices: Any  # what ranks tell one another outside of operations (mpi.Notices); None between threads
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
@@ -72,9 +95,9 @@ class Transport(Protocol):
         """Start to receive exactly `array.nbytes` bytes, of the user's message with this tag or a collective's next."""
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
-        """Let other ranks run.
+        """Let other ranks run: the wait for this request goes on, after `attempt` pauses.
 
-        Called between two tests, the `attempt`-th time in a row without success.
+        CommunicationError if the request can never be done.
         """
 
     def group(self, ranks: Sequence[int], name: str) -> "Transport":
@@ -103,15 +126,7 @@ class Message:
 
     def mismatch(self, arrived: int | str, sent_tag: int) -> CommunicationError:
         """Return the error for a message of another size (bytes) or tag than this receive expects."""
-        sent = meaning(sent_tag)
-        called = meaning(self.tag)
-        if sent_tag == self.tag:
-            what = f"rank {self.peer} sent {arrived} bytes ({called}), but {self.nbytes} were expected"
-        else:
-            another = ", with another number of elements" if sent == called else ""
-            what = f"rank {self.peer} called {sent}{another}, but this rank {called}"
-            what += f" ({arrived} bytes arrived, {self.nbytes} expected)"
-        remedy = "every rank must call the same operations in the same order, with the same shape and dtype"
-        if sent == called and sent.startswith("all_to_all"):
-            remedy += ", or with counts of which each rank receives what the others send it"
-        return CommunicationError(f"{self.owner.title()}: {what}; {remedy}")
+        given = f"rank {self.peer} sent {arrived} bytes ({meaning(sent_tag)})"
+        expected = f"this rank expects {self.nbytes} ({meaning(self.tag)})"
+        rule = "every rank must call the same operations in the same order, with the same shape and dtype"
+        return CommunicationError(f"{self.owner.title()}: {given}, but {expected}: {rule}")

@@ -28,7 +28,7 @@ class HybridComm:
     def __init__(self, comm: Communicator, replicas: int) -> None:
         check_divides("ranks/replicas", comm.size, replicas, "each replica of the shards has as many ranks")
         self.comm = comm
-        self.chunk_comm, self.across = comm.levels(replicas)
+        self.chunk_comm, self.across = comm.split_into(replicas)
 
     def __getattr__(self, name: str) -> Any:
         """Return what all ranks have, such as `size` and `all_reduce`: the communicator's own."""

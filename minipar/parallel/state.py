@@ -139,8 +139,8 @@ def gather_state(
         "dtype": dtype,
         "pieces": [[piece.to_json(), placement_of(parameters[i]).shape] for i, piece, _ in own],
     }
-    headers = comm.gather_bytes(json.dumps(header).encode())
-    if headers is None:
+    headers = comm.all_gather_bytes(json.dumps(header).encode())
+    if comm.rank > 0:
         if arrays:
             comm.isend(np.concatenate(arrays), 0).wait()
         return {}

@@ -11,7 +11,7 @@ not on which rank does them, nor on which of two terms comes first: a + b = b + 
     4 ranks     add l0 + l1, l2 + l3, l4 + l5, l6 + l7, and then these four sums as a tree
 
 A rank that holds neighbouring leaves adds a whole subtree (`tree_sum`). The algorithm "tree" of
-comm/algorithms.py adds the ranks' subtrees to the same tree, so 1, 2, 4 and 8 ranks get the same
+tree_collectives.py adds the ranks' subtrees to the same tree, so 1, 2, 4 and 8 ranks get the same
 bits. A matrix product adds, too, in an order that the library chooses by the matrices' shapes. So
 each product is computed leaf by leaf, as products of shapes that all layouts have. The leaves:
 

@@ -11,8 +11,7 @@ from combinations import TEXT, Combination
 from training import bits, reports, trainer_for
 from transports import collective, in_order_of_arrival, run_in_turns
 
-from minipar.comm import run_local
-from minipar.comm.communicator import GENERATORS
+from minipar.comm import ALGORITHMS, run_local
 
 SCHEDULES = int(os.environ.get("MINIPAR_SCHEDULES", "6"))
 BATCH = 2  # schedules per test, all of one layout
@@ -46,7 +45,7 @@ def test_a_3d_step_has_the_same_bits_in_every_schedule(first):
 
 
 def test_schedules_show_a_sum_in_order_of_arrival(monkeypatch):
-    monkeypatch.setitem(GENERATORS, ("all_reduce", "ordered"), in_order_of_arrival)
+    monkeypatch.setitem(ALGORITHMS["all_reduce"], "ordered", in_order_of_arrival)
 
     def total(seed):
         results, _ = run_in_turns(4, lambda comm: collective(comm, "all_reduce", "ordered", 257).tobytes(), seed)

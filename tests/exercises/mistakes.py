@@ -258,7 +258,7 @@ MISTAKES = [
         "e17",
         "leaving, arriving = counts.reshape(ranks, -1).sum(1) * width, here.sum(1) * width",
         "leaving, arriving = counts.reshape(ranks, -1).sum(1), here.sum(1)",
-        "expected one for each rank",
+        "counts of ",
     ),
     Mistake("e17", "counts=(arriving, leaving)", "counts=(leaving, arriving)", ", all_to_all: counts"),
     Mistake("e17", "here.sum(0))", "counts.reshape(ranks, -1)[comm.rank])", "add those of all source ranks"),

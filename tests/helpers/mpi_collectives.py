@@ -113,7 +113,7 @@ def stated_orders(comm):
     halves = comm.all_gather(part, np.empty(1001), algorithm="ring")
     assert comm.all_reduce(arrays[r].copy(), algorithm="ring").tobytes() == halves.tobytes()
     if p % 2 == 0:
-        inside, across = comm.levels(2)
+        inside, across = comm.split_into(2)
         nested = sum(arrays[: p // 2]) + sum(arrays[p // 2 :])
         assert hierarchical_all_reduce(arrays[r].copy(), inside, across, "ordered").tobytes() == nested.tobytes()
 

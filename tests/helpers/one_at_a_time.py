@@ -62,7 +62,9 @@ class Posted:
             if self.test():
                 return self.work.wait()
             waiting_for = self.queue[0].work.missing
-            engine.transport.pause(attempt, waiting_for)  # between threads this sees at once that every rank waits
+            self.mover.comm.transport.pause(
+                attempt, waiting_for
+            )  # between threads this sees at once that every rank waits
             attempt += 1
             if time.monotonic() - start > engine.timeout:
                 raise CommunicationError(f"{waiting_for.describe()}: nothing for {engine.timeout:g} s")

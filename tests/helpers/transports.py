@@ -370,7 +370,7 @@ def run_in_turns(ranks: int, fn: Callable[..., Any], seed: int, *args: Any) -> t
 
 
 def hierarchical_all_reduce(x, inside, across, algorithm="ring"):
-    """Replace x by the sum over the ranks of both `levels`, each group's s ranks first, then the q groups."""
+    """Replace x by the sum over the ranks of both groups, `inside`'s first."""
     chunk = inside.reduce_scatter(x, algorithm=algorithm)
     across.all_reduce(chunk, algorithm=algorithm)
     return inside.all_gather(chunk, out=x, algorithm="pairwise")

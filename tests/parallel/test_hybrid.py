@@ -213,7 +213,7 @@ def test_the_sum_over_replicas_hides_behind_backward(ranks):
     def program(comm):
         start_trace(comm)
         start = comm.clock.now()
-        inside, across = comm.levels(2)
+        inside, across = comm.split_into(2)
         later = []
         work = inside.reduce_scatter(np.ones(32), out=(out := np.zeros(64 // ranks)), algorithm="ring", async_op=True)
         work.then(lambda: later.append(across.all_reduce(out, algorithm="ring", async_op=True)))

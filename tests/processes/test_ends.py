@@ -1,6 +1,5 @@
 """However a rank ends or freezes: the job ends in seconds, and says why."""
 
-import re
 import time
 
 import pytest
@@ -38,11 +37,8 @@ ENDS = {  # what rank 2 does, mpirun's exit code, and what the job says
     "nothing wrong": ("pass", 0, ""),
     "a usage error": ("raise UsageError('only here')", 2, "minipar: error: only here\n"),
     "no memory": ("raise MemoryError('no 16 GiB')", 2, "minipar: error: no 16 GiB\n"),
-    "exit 0": ("sys.exit(0)", 1, RETURNED),
     "exit 256": ("sys.exit(256)", 1, "rank 2 exits with 256"),
     "exit with text": ("sys.exit('why')", 1, "rank 2 exits with 'why'"),
-    "SIGKILL": ("os.kill(os.getpid(), 9)", 9, "signal 9"),
-    "another operation": ("comm.barrier()", 1, "barrier"),
 }
 WITHOUT_MAIN = {  # the same in a script that calls `world()`
     "an exception": ("raise KeyError('broken')", 1, "KeyError: 'broken'"),
@@ -68,24 +64,11 @@ def test_the_same_in_a_script_that_calls_world(end):
     check(WITHOUT_MAIN[end], "program(world())")
 
 
-def test_a_frozen_rank_is_named_and_the_others_report():
+def test_a_wait_for_a_frozen_rank_ends_after_the_timeout():
     program = PROGRAM.format(leaving="os.kill(os.getpid(), signal.SIGSTOP)", start="main(program)")
     result = run(3, program, MINIPAR_TIMEOUT="3")
-    assert result.returncode == 1 and "rank 2 does not answer" in result.stderr
-    reports = sorted(line for line in result.stderr.splitlines() if "last operations" in line)
-    assert len(reports) == 2
-    for rank, report in enumerate(reports):
-        waits, newest, *_, oldest = report.split("; ")
-        assert re.match(rf"minipar: rank {rank}, all_reduce \w+: receive from rank \d ", waits), waits
-        assert "all_reduce sum of float64" in newest and "barrier" in oldest and "operation 1)" in oldest
-
-
-def test_the_rank_that_is_behind_is_named():
-    program = PROGRAM.format(leaving="comm.irecv(np.empty(1), 0, 5).wait()", start="main(program)")
-    result = run(3, program, MINIPAR_TIMEOUT="3")
-    assert result.returncode == 1
-    assert "rank 2 has called the fewest operations" in result.stderr
-    assert "rank 2, recv: receive from rank 0 (8 bytes, tag 5)" in result.stderr
+    assert result.returncode == 1 and "receive from rank 2 (" in result.stderr
+    assert "nothing for 3 s (MINIPAR_TIMEOUT)" in result.stderr
 
 
 def test_a_rank_that_is_slow_is_no_fault():

@@ -75,7 +75,7 @@ import numpy as np
 from minipar.comm import world
 from transports import hierarchical_all_reduce
 comm, x = world(), np.ones(2**20)
-inside, across = comm.levels(2)
+inside, across = comm.split_into(2)
 if {hierarchical}:
     hierarchical_all_reduce(x, inside, across)
 else:

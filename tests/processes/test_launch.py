@@ -80,13 +80,19 @@ def test_a_rank_has_the_same_bits_whoever_loaded_numpy_first():
 
 
 REFUSED = {  # a program, variables of its environment, and what the line of the error has of both
-    "a usage error of threads": ("launch(lambda c: DeviceMesh(c, dp=2), threads=3)", {}, ["dp = 2", "threads=3", "3"]),
+    "a usage error of threads": (
+        "launch(lambda c: DeviceMesh(c, dp=2), threads=3)",
+        {},
+        ["dp = 2", "this process started 3"],
+    ),
     "no memory on threads": ("def f(c): raise MemoryError('16 GiB')\nlaunch(f, threads=3)", {}, ["16 GiB"]),
-    "no threads": ("launch(print, threads=0)", {}, ["threads=0"]),
-    "a timeout that is none": ("main(print)", {"MINIPAR_TIMEOUT": "x"}, ["MINIPAR_TIMEOUT=x"]),
-    "torchrun": ("main(print)", {"WORLD_SIZE": "2", "RANK": "0"}, ["torchrun", "mpirun -n 2"]),
-    "srun": ("main(print)", {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, ["srun", "mpirun -n 4"]),
-    "ranks that MPI does not see": ("main(print)", {"PMI_SIZE": "4", "PMI_RANK": "0"}, ["mpirun", "4 ranks", "sees 1"]),
+    "torchrun": ("main(print)", {"WORLD_SIZE": "2", "RANK": "0"}, ["WORLD_SIZE = 2", "mpirun -n 2"]),
+    "srun": (
+        "main(print)",
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
+        ["SLURM_STEP_NUM_TASKS = 4", "mpirun -n 4"],
+    ),
+    "ranks that MPI does not see": ("main(print)", {"PMI_SIZE": "4", "PMI_RANK": "0"}, ["PMI_SIZE = 4", "sees 1"]),
 }
 
 
@@ -99,18 +105,11 @@ def test_a_start_that_cannot_be_is_one_line_and_code_2(name):
 # ---- several ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("start", "env", "values"),
-    [
-        ("launch(print)", {"MINIPAR_TIMEOUT": "0"}, ["MINIPAR_TIMEOUT=0"]),
-        ("sys.modules['mpi4py'] = None; main(print)", {}, ["mpirun started 2 ranks"]),
-    ],
-)
-def test_a_start_of_two_ranks_that_cannot_be_is_a_line_of_each(start, env, values):
-    """Each rank says so: they do not know of one another yet."""
-    result = run_mpi(2, HEADER + start, SECONDS, env)
+def test_ranks_without_mpi_say_so_each():
+    """They do not know of one another."""
+    result = run_mpi(2, HEADER + "sys.modules['mpi4py'] = None; main(print)", SECONDS)
     (line,) = set(result.stderr.splitlines())
-    assert result.returncode == 2 and all(value in line for value in values), line
+    assert result.returncode == 2 and "2 processes were started, but MPI sees 1 rank" in line
 
 
 def test_launch_returns_the_result_of_this_rank():
@@ -118,11 +117,3 @@ def test_launch_returns_the_result_of_this_rank():
     body = "sys.stdout.write(f'{launch(lambda comm: (comm.rank, comm.size))}\\n')"
     result = run_mpi(3, HEADER + body, SECONDS, {"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "8"})
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["(0, 3)", "(1, 3)", "(2, 3)"])
-
-
-def test_ranks_do_not_wait_for_one_that_never_starts():
-    """MPI itself would wait for ever."""
-    body = "import minipar.comm.launch as module\nmodule.START_SECONDS = 2\n"
-    body += "if os.environ['PMI_RANK'] == '2': raise ImportError('x')\nmain(print)"
-    result = run_mpi(3, HEADER + body, SECONDS)
-    assert result.returncode != 0 and "MPI has not started within 2 s" in result.stderr

@@ -6,9 +6,9 @@ from fractions import Fraction
 import pytest
 from picture_cases import timeline
 
+from chapters.support.ch08.in_order import simulate_in_order
 from chapters.support.ch08.receives import early_receives
 from minipar.parallel.pipeline.actions import Durations
-from minipar.parallel.pipeline.in_order import simulate_in_order
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize import plot_schedule
 from visualize.message_time import awaited_messages

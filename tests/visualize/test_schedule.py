@@ -140,21 +140,6 @@ def test_a_schedule_goes_through_csv_and_is_the_same(capsys, tmp_path, name):
     assert told(capsys, "--schedule", path, *times) == told(capsys, *size, *times) | {"schedule": "own"}
 
 
-SEND_FIRST = """0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1
-1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1
-"""
-
-
-def test_channels_in_order_deadlock_or_have_a_cost(capsys, write):
-    path = write("crossing.csv", SEND_FIRST)
-    for channel in ("rank", "pair"):
-        assert main(["schedule", "--schedule", path, "--in-order", channel, "--json", "-"]) == 2
-        assert channel in capsys.readouterr().err
-    got = told(capsys, "--schedule", path, "--in-order", "direction", "--comm", "1")
-    # 1RECV_F1 is posted after 1B0, which ends at 5. So 1F1 begins at 6.
-    assert (got["in_order"], got["in_order_cost"], got["makespan"]) == ("direction", 1, 12)
-
-
 GOOD = "0F0,,,0B0\n,1F0,1B0,\n"
 
 

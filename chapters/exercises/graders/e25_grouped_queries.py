@@ -12,9 +12,9 @@ SETTINGS = ((8, 4, 1), (8, 4, 2), (4, 4, 4), (8, 2, 8), (8, 2, 4), (6, 3, 6), (8
 class Ranks(RingCommunicator):
     """A communicator whose rows have rings, too."""
 
-    def row(self, ranks, axis):
-        require(self.rank in ranks, f"row({list(ranks)}): rank {self.rank} is not among them")
-        return RingCommunicator(self.comm.row(list(ranks), axis))
+    def new_group(self, ranks, axis):
+        require(self.rank in ranks, f"new_group({list(ranks)}): rank {self.rank} is not among them")
+        return RingCommunicator(self.comm.new_group(list(ranks), axis))
 
 
 def backward(x, q_k_v, a, G, dy):

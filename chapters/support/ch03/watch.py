@@ -29,7 +29,7 @@ def watch_blocks(ranks: int, algorithm: Callable[..., Any], *titles: str) -> lis
 
 def hierarchical(comm: Communicator, x: np.ndarray, after_step: Callable[[], None]) -> None:
     """Set x = the sum over the ranks, two of which sit on each host: inside, between hosts, inside."""
-    inside, across = comm.levels(comm.size // 2)
+    inside, across = comm.split_into(comm.size // 2)
     chunk = x[slice(*chunk_bounds(x.size, inside.size)[inside.rank])]
     chunk[...] = inside.reduce_scatter(x.copy(), algorithm="ordered")
     after_step()

@@ -1,5 +1,5 @@
 // Lists whose messages block: a circle of actions that wait for one another, in JavaScript. It is simulate_in_order of
-// minipar/parallel/pipeline/in_order.py with one channel per rank, without its times.
+// chapters/support/ch08/in_order.py with one channel per rank, without its times.
 // tests/release/pages/test_editor.py compares the words.
 
 import { act, actionText, computes, halvesOf } from "./actions.js";

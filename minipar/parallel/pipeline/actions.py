@@ -219,7 +219,7 @@ class Timeline:
     schedule: Schedule
     ranks: tuple[tuple[Slot, ...], ...]
     comm: Time = 0  # the time of a message between ranks, if the timeline was simulated
-    messages: tuple[Slot, ...] = ()  # their SENDs, if they wait for one another (in_order.py)
+    messages: tuple[Slot, ...] = ()  # their SENDs, if they wait for one another in channels
 
     @cached_property
     def makespan(self) -> Time:

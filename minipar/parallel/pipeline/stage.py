@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 from minipar.autograd import DeferredGradients, Tensor, defer_weight_gradients
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
-from minipar.comm.operation import USER_TAGS
+from minipar.comm.transport import USER_TAGS
 from minipar.comm.work import Work
 from minipar.errors import UsageError
 from minipar.nn.module import Segment

@@ -246,7 +246,7 @@ def tensor_parallel(
     groups = [group]
     copies = kv_copies(kv_heads, comm.size)
     if 1 < copies < comm.size:
-        sharers, _ = comm.levels(comm.size // copies)
+        sharers, _ = comm.split_into(comm.size // copies)
         groups.append(TensorGroup(sharers, reduction, model.dtype, reduce_dtype))
     tensor = TensorParallel(*groups)
     for name, p in model.named_parameters():

@@ -8,6 +8,7 @@ plain tensor parallelism sums four times.
 
 from functools import partial
 
+import minipar.parallel.tree_collectives  # noqa: F401 adds the algorithm "tree"
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
 from minipar.nn.gpt import LanguageModel

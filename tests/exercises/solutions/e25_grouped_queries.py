@@ -9,7 +9,7 @@ def own_heads(a, G, t, r):
 def gradients(comm, G, dq, dk, dv):
     copies = max(1, comm.size // G)
     first = comm.rank - comm.rank % copies
-    sharers = comm.row(list(range(first, first + copies)), "copies")
+    sharers = comm.new_group(list(range(first, first + copies)), "copies")
     if copies > 1:
         dk, dv = np.split(sharers.all_reduce(np.concatenate([dk, dv])), 2)
     return dq, dk, dv

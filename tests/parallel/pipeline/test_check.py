@@ -7,7 +7,7 @@ from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
-from schedule_cases import random_schedule, schedule, shuffle_messages
+from schedule_cases import random_schedule, schedule
 
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import simulate
@@ -56,12 +56,6 @@ BROKEN = {
         ["0F0 0F1 0B0 0B1", "1F0 1B0 (1F1;1B1)OVERLAP_F_B"], "rank 1", "(1F1;1B1)OVERLAP_F_B"),
     "a pair whose halves wait for each other": (  # both halves begin when both have their input
         ["0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 1F1 1B0 1B1"], "rank 0", "(0F1;0B0)OVERLAP_F_B", "rank 1", "1F1"),
-    # The steady state of 1F1B, written down the obvious way: both neighbours send first.
-    "sends that face each other": (
-        [A, "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"],
-        "rank 0", "0SEND_F1", "0RECV_B0", "rank 1", "1SEND_B0", "1RECV_F1"),
-    "received in another order than sent": (
-        [A, "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"], "rank 0", "0SEND_F0", "rank 1", "1RECV_F1"),
 }  # fmt: skip
 
 
@@ -140,7 +134,7 @@ def refuses(mine):
     try:
         check(mine)
     except UsageError as error:
-        assert "never ends" in str(error) or "deadlocks" in str(error)  # and no other complaint
+        assert "never ends" in str(error)  # and no other complaint
         return True
     return False
 
@@ -156,17 +150,6 @@ def test_orders_are_refused_exactly_when_an_execution_gets_stuck():
         if not stuck:
             whole = lower(mine)
             assert not refuses(whole) and not never_ends(waits(whole, message))
-    assert min(found.values()) > 15, found
-
-
-def test_messages_are_refused_when_blocking_sends_get_stuck():
-    rng = random.Random(3)
-    found = Counter()
-    for _ in range(120):
-        mine = shuffle_messages(rng, random_schedule(rng, consistent=True))
-        stuck = never_ends(waits(mine, message))
-        assert refuses(mine) == stuck
-        found[stuck] += 1
     assert min(found.values()) > 15, found
 
 

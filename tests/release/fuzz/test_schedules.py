@@ -98,7 +98,6 @@ FLAGS = {
     "--backward-input": ["2", "0", "0.601"],
     "--backward-weight": ["2", "0", "1/999999999999"],
     "--comm": ["1", "1/3", "999999999999"],
-    "--in-order": ["rank", "pair", "direction", "link"],
     "--json": ["-", "o.json", "/dev/full", "directory"],
     "--csv": ["o.csv", "/dev/full", "directory", "o.json"],
 }

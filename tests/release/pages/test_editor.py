@@ -21,6 +21,7 @@ from exercises.solutions import e26_time_and_memory as e26_solution
 from chapters.exercises.e26_time_and_memory import KNOWN
 from chapters.exercises.graders import e10_one_f_one_b, e11_beat_1f1b, e26_time_and_memory
 from chapters.exercises.grading import Hint
+from chapters.support.ch08.in_order import simulate_in_order
 from chapters.support.schedule_lists import library_lists, longest_path, timed
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import COMPUTE, MESSAGES, Durations, simulate
@@ -127,6 +128,8 @@ def judged(text, times):
     Path("yours.csv").write_text(text, encoding="utf-8", newline="")
     schedule = load_csv("yours.csv")
     report = check(schedule)
+    if any(not action.computes for _, action in schedule):
+        simulate_in_order(schedule, Durations(), "rank")
     timeline = simulate(schedule, Durations(times["F"], times["I"], times["W"], times["comm"]))
     save_csv(schedule, "written.csv")
     return {

@@ -11,12 +11,12 @@ from one_at_a_time import OneAtATime
 from pipeline_cases import differing, execute_rank, one_device
 from schedule_cases import random_schedule, schedule, shuffle_messages
 
+from chapters.support.ch08.in_order import CHANNELS, simulate_in_order
 from chapters.support.ch08.receives import early_receives, late_receives
 from minipar.comm import run_local
 from minipar.errors import CommunicationError, UsageError
 from minipar.parallel.pipeline.actions import Action, Durations, simulate
-from minipar.parallel.pipeline.check import check, lower
-from minipar.parallel.pipeline.in_order import CHANNELS, simulate_in_order
+from minipar.parallel.pipeline.check import lower
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 
 by_channel = pytest.mark.parametrize("channel", CHANNELS)
@@ -29,7 +29,7 @@ SWAPPED = ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F1 1REC
 
 def deadlocks(mine, channel):
     try:
-        check(mine, channel)
+        simulate_in_order(mine, Durations(), channel)
     except UsageError:
         return True
     return False
@@ -53,7 +53,7 @@ def cost(mine, channel, durations=Durations()):  # noqa: B008
 )
 def test_a_deadlock_names_ranks_and_actions(rows, channel, values):
     with pytest.raises(UsageError) as refused:
-        check(schedule(*rows), channel)
+        simulate_in_order(schedule(*rows), Durations(), channel)
     assert all(value in str(refused.value) for value in ("rank 0", "rank 1", *values.split()))
 
 
