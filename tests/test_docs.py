@@ -1,5 +1,6 @@
-"""Claims about README.md, CONTRIBUTING.md and docs/: links, paths and programs in them are true."""
+"""Claims about README.md, CONTRIBUTING.md, docs/ and the short course: links, paths and programs are true."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 import minipar
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+COURSE = "chapters/ten_minutes.md"
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", COURSE]
+DOCUMENTS += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 COLUMNS = {"README.md": 100, "docs/museum.md": 122}  # a row there quotes `compare`, which names two parameters
 FOLDERS = ("chapters", "docs", "examples", "minipar", "tests", "visualize")
 
@@ -24,8 +27,11 @@ def links(document):
     return [target for pair in targets for target in pair if target and not target.startswith("https://")]
 
 
-def anchors(document):
-    """The anchors that GitHub makes of a document's headings."""
+def anchors(file):
+    """Return the anchors of the headings in Markdown or in a notebook, as GitHub and the site make them."""
+    document = file.read_text(encoding="utf-8")
+    if file.suffix == ".ipynb":
+        document = "\n".join("".join(cell["source"]) for cell in json.loads(document)["cells"])
     headings = re.findall(r"^#+ (.*)$", document, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -36,7 +42,7 @@ def test_links_lead_to_files_and_headings(name):
     for target in links(text(name)):
         path, _, anchor = target.partition("#")
         file = (ROOT / name).parent / path if path else ROOT / name
-        if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
+        if not file.exists() or (anchor and anchor not in anchors(file)):
             missing.append(target)
     assert missing == []
 
@@ -73,6 +79,12 @@ def test_each_topic_of_measurements_names_a_command():
 
 def test_readme_links_every_document():
     assert {name for name in DOCUMENTS if name != "README.md"} <= set(links(text("README.md")))
+
+
+def test_the_short_course_is_short_and_each_step_names_a_section():
+    steps = sections(text(COURSE), 2)
+    assert len(text(COURSE).split()) <= 1000 and len(steps) == 7
+    assert [head for head, lines in steps.items() if ".ipynb#" not in "\n".join(lines)] == []
 
 
 def test_readmes_reading_paths_lead_through_files_that_exist():
