@@ -1,7 +1,9 @@
 """Claims about README.md, CONTRIBUTING.md, docs/ and the short course: links, paths and programs are true."""
 
+import importlib
 import json
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +87,14 @@ def test_the_short_course_is_short_and_each_step_names_a_section():
     steps = sections(text(COURSE), 2)
     assert len(text(COURSE).split()) <= 1000 and len(steps) == 7
     assert [head for head, lines in steps.items() if ".ipynb#" not in "\n".join(lines)] == []
+
+
+def test_the_way_of_a_gradient_names_functions_that_exist():
+    rows = re.findall(r"^ +\d+  (\w+/\w+\.py) +([\w.]+)", text("docs/architecture.md"), re.MULTILINE)
+    assert len(rows) == 16
+    for file, name in rows:
+        where = importlib.import_module(f"minipar.{file.removesuffix('.py').replace('/', '.')}")
+        assert callable(attrgetter(name)(where)), (file, name)
 
 
 def test_readmes_reading_paths_lead_through_files_that_exist():
