@@ -1,6 +1,9 @@
-"""Claims about README.md, CONTRIBUTING.md and docs/: links, paths and programs in them are true."""
+"""Claims about README.md, CONTRIBUTING.md, docs/ and the short course: links, paths and programs are true."""
 
+import importlib
+import json
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +12,9 @@ import pytest
 import minipar
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+COURSE = "chapters/ten_minutes.md"
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", COURSE]
+DOCUMENTS += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 COLUMNS = {"README.md": 100, "docs/museum.md": 122}  # a row there quotes `compare`, which names two parameters
 FOLDERS = ("chapters", "docs", "examples", "minipar", "tests", "visualize")
 
@@ -24,8 +29,11 @@ def links(document):
     return [target for pair in targets for target in pair if target and not target.startswith("https://")]
 
 
-def anchors(document):
-    """The anchors that GitHub makes of a document's headings."""
+def anchors(file):
+    """Return the anchors of the headings in Markdown or in a notebook, as GitHub and the site make them."""
+    document = file.read_text(encoding="utf-8")
+    if file.suffix == ".ipynb":
+        document = "\n".join("".join(cell["source"]) for cell in json.loads(document)["cells"])
     headings = re.findall(r"^#+ (.*)$", document, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -36,7 +44,7 @@ def test_links_lead_to_files_and_headings(name):
     for target in links(text(name)):
         path, _, anchor = target.partition("#")
         file = (ROOT / name).parent / path if path else ROOT / name
-        if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
+        if not file.exists() or (anchor and anchor not in anchors(file)):
             missing.append(target)
     assert missing == []
 
@@ -73,6 +81,20 @@ def test_each_topic_of_measurements_names_a_command():
 
 def test_readme_links_every_document():
     assert {name for name in DOCUMENTS if name != "README.md"} <= set(links(text("README.md")))
+
+
+def test_the_short_course_is_short_and_each_step_names_a_section():
+    steps = sections(text(COURSE), 2)
+    assert len(text(COURSE).split()) <= 1000 and len(steps) == 7
+    assert [head for head, lines in steps.items() if ".ipynb#" not in "\n".join(lines)] == []
+
+
+def test_the_way_of_a_gradient_names_functions_that_exist():
+    rows = re.findall(r"^ +\d+  (\w+/\w+\.py) +([\w.]+)", text("docs/architecture.md"), re.MULTILINE)
+    assert len(rows) == 16
+    for file, name in rows:
+        where = importlib.import_module(f"minipar.{file.removesuffix('.py').replace('/', '.')}")
+        assert callable(attrgetter(name)(where)), (file, name)
 
 
 def test_readmes_reading_paths_lead_through_files_that_exist():

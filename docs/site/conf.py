@@ -17,6 +17,7 @@ CONTENTS = """
 :caption: Chapters
 :glob:
 
+/chapters/ten_minutes
 /chapters/[0-9]*
 ```
 
@@ -55,6 +56,7 @@ include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "chapters/ten_minutes.md",
     "chapters/[0-9]*.ipynb",
     "chapters/exercises/README.md",
     "chapters/pytorch/README.md",

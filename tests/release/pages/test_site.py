@@ -15,6 +15,7 @@ SITE = ROOT / "docs" / "site"
 PAGES = [
     *ROOT.glob("*.md"),
     *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("chapters/ten_minutes.md"),
     *ROOT.glob("chapters/[0-9]*.ipynb"),
     *ROOT.glob("chapters/exercises/*.md"),
     *ROOT.glob("chapters/pytorch/*.md"),
