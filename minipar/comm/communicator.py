@@ -317,7 +317,7 @@ class Communicator:
             work.then(partial(_copy_back, host, result))
         if not async_op:
             return work.wait()
-        work.test()
+        work.advance()  # posts the first messages
         return work
 
     def _next_tag(self, name: str, sent: np.ndarray, elements: int | None = None) -> int:
