@@ -68,7 +68,7 @@ def run_zero(comm: Communicator, args: argparse.Namespace) -> None:
 
 def prepare(dtype: str) -> None:
     """Let operations round, if the floats have 2 bytes."""
-    if np.dtype(dtype).itemsize == 2:
+    if dtype.endswith("16"):
         enable_two_bytes()
 
 
@@ -273,7 +273,7 @@ def run_overlap(comm: Communicator, args: argparse.Namespace) -> None:
     (config,) = configs(args)
     inputs, targets = random_batch(config, args.batch, seed=comm.rank)
     plain, ddp = GPT(config), DistributedDataParallel(GPT(config), comm)
-    optimizers = {"plain": AdamW(plain.parameters()), "buckets": AdamW(ddp.parameters())}
+    optimizers = {"plain": MixedPrecisionAdamW(plain.parameters()), "buckets": MixedPrecisionAdamW(ddp.parameters())}
 
     def step(sync: str) -> None:
         optimizer = optimizers.get(sync, optimizers["plain"])
