@@ -498,11 +498,10 @@ say("the library's layer over the same ranks = ours: results, and gradients of t
 # a pair is all of its backward. What does the library add? Each parameter's `Placement` says which rank of ep holds it.
 # From this follow the ranks over which a gradient is summed, the norm over all experts, checkpoints that move to
 # another $P$, and every ZeRO stage. The axis ep is not a new dim of the mesh: it is folded from dp and cp, dp x cp =
-# edp x ep, and `edp` are the ranks that hold the same experts. tp cuts each expert like any MLP. (With sequence
-# parallelism each rank of tp has tokens of its own. In Megatron-LM it may route these, and experts stay whole: no
-# gather and no sum over tp around them, and products that are not narrowed. This is *parallel folding*, Liu et al.
-# 2025, arXiv 2504.14960.) Here a Mixtral trains with each $P$ that divides our ranks, with clipping, without ZeRO and
-# with stage 3, against one device:
+# edp x ep, and `edp` are the ranks that hold the same experts. tp cuts each expert like any MLP. (In Megatron-LM
+# experts may also stay whole, or be cut over fewer ranks than all of tp, each of which routes its own tokens:
+# *parallel folding*, Liu et al. 2025, arXiv 2504.14960.) Here a Mixtral trains with each $P$ that divides our ranks,
+# with clipping, without ZeRO and with stage 3, against one device:
 
 # %%
 from dataclasses import replace

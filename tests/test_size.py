@@ -10,17 +10,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # The most tokens of each part, without comments and docstrings. A limit is lowered when code leaves, and never raised.
-PARTS = {"core": 82_350, "more": 2_480, "train": 9_500, "compare": 6_390, "plan": 21_400, "bench": 15_230}
+PARTS = {"core": 80_210, "more": 2_480, "train": 9_500, "compare": 6_390, "plan": 21_400, "bench": 15_230}
 # The most files that the imports of a file reach, the most tokens in them, and how many of these are in parallel/.
 CLOSURES = {
-    "parallel/ddp": (39, 38_610, 10_580),
-    "parallel/zero": (40, 39_530, 11_490),
-    "parallel/fsdp": (40, 40_470, 12_430),
-    "parallel/tensor/layers": (35, 35_530, 6_970),
-    "parallel/pipeline/module": (43, 48_200, 17_080),
+    "parallel/ddp": (37, 37_490, 10_500),
+    "parallel/zero": (38, 38_410, 11_420),
+    "parallel/fsdp": (38, 39_340, 12_360),
+    "parallel/tensor/layers": (33, 34_540, 6_300),
+    "parallel/pipeline/module": (42, 48_200, 17_080),
 }
 TOKENS_PER_LINE = 9.5
-TEST_LINES = 34_250  # of all files below tests/; the goal is 30,000
+TEST_LINES = 33_630  # of all files below tests/; the goal is 30,000
 LONG_LINES = 0.06  # of the lines that are not blank, beyond 100 columns
 
 IGNORED = {

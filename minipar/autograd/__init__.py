@@ -14,9 +14,7 @@ from minipar.autograd.fused import (
     layer_norm,
     linear,
     rms_norm,
-    rotary,
     stack,
-    swiglu,
 )
 from minipar.autograd.mapping import mapping
 from minipar.autograd.modes import grad_enabled, no_grad, randomness
@@ -57,9 +55,7 @@ __all__ = [
     "randomness",
     "relu",
     "rms_norm",
-    "rotary",
     "softmax",
     "stack",
-    "swiglu",
     "where",
 ]

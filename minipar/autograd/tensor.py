@@ -36,8 +36,8 @@ class Function(Node):
     `backward(self, grad, name)`, which gets what was saved, and returns the gradient or a tuple of
     gradients: one for each input, None where there is none. A gradient may be a LazyGradient
     (rules.py). `needs[i]` is True if input i needs one. Backward never changes its argument `grad`,
-    which other nodes may hold, too. NB: torch.autograd.Function, where
-    backward finds the arrays in ctx.saved_tensors.
+    which other nodes may hold, too. NB: torch.autograd.Function, where backward finds the arrays in
+    ctx.saved_tensors.
     """
 
     forward: Callable[..., Array]
@@ -62,8 +62,10 @@ def record(node: Function, inputs: Sequence[Any]) -> Tensor:
         node = wrap(node, inputs)
     enabled = grad_enabled.get()
     node.needs = tuple([enabled and isinstance(x, Tensor) and x.requires_grad for x in inputs])
-    # An input that needs a gradient was computed by a node, or it is a leaf.
-    node.inputs = tuple([source_of(x) if need else None for x, need in zip(inputs, node.needs, strict=True)])
+    sources = []
+    for x, need in zip(inputs, node.needs, strict=True):
+        sources.append(source_of(x) if need else None)
+    node.inputs = tuple(sources)
     arrays = [x.data if isinstance(x, Tensor) else x for x in inputs]
     output = Tensor(node.forward(*arrays))
     hold("activations", output.data, *node.saved.values())
@@ -256,7 +258,7 @@ class Tensor:
             raise ValueError(f"backward() of a tensor of shape {self.shape} needs a gradient of that shape")
         if not self.requires_grad:
             causes = (
-                "it was computed under no_grad, or from arrays (.data), or a PipelineModule has run backward"
+                "it was computed under no_grad, from arrays (.data), or by a PipelineModule, which runs it"
             )
             raise ValueError(f"backward() of a tensor that does not require a gradient: {causes}")
         if self.node is None:

@@ -22,8 +22,8 @@ from minipar.bench import add_model_flags, check_positive, largest, publish
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import serial
 from minipar.errors import UsageError
+from minipar.more.precision import MixedPrecisionAdamW, enable_two_bytes
 from minipar.nn.gpt import GPT, GPTConfig
-from minipar.nn.optim import AdamW
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.wrap import shard
@@ -55,14 +55,22 @@ def run_step(comm: Communicator, args: argparse.Namespace) -> None:
     if comm.size > 1:
         run_zero(comm, args)
         return
+    prepare(args.dtype)
     rows = [measure(config, args.batch, args.dtype, args.repeat) for config in configs(args)]
     publish(comm, rows, args.json, hidden=["dtype"])
 
 
 def run_zero(comm: Communicator, args: argparse.Namespace) -> None:
     """Measure a data-parallel step at each ZeRO stage, next to stage 0."""
+    prepare(args.dtype)
     rows = [row for config in configs(args) for row in measure_zero(comm, config, args.batch, args.dtype, args.repeat)]
     publish(comm, rows, args.json)
+
+
+def prepare(dtype: str) -> None:
+    """Let operations round, if the floats have 2 bytes."""
+    if dtype.endswith("16"):
+        enable_two_bytes()
 
 
 def configs(args: argparse.Namespace) -> list[GPTConfig]:
@@ -88,7 +96,7 @@ def random_batch(config: GPTConfig, batch: int, seed: int) -> tuple[np.ndarray, 
 
 def training_step(wrapper: DataParallel, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float]:
     """Return a step of this project's model: each call trains on the batch and returns the loss."""
-    optimizer = AdamW(wrapper.parameters())
+    optimizer = MixedPrecisionAdamW(wrapper.parameters())
 
     def step() -> float:
         optimizer.zero_grad()
@@ -266,7 +274,7 @@ def run_overlap(comm: Communicator, args: argparse.Namespace) -> None:
     (config,) = configs(args)
     inputs, targets = random_batch(config, args.batch, seed=comm.rank)
     plain, ddp = GPT(config), DistributedDataParallel(GPT(config), comm)
-    optimizers = {"plain": AdamW(plain.parameters()), "buckets": AdamW(ddp.parameters())}
+    optimizers = {"plain": MixedPrecisionAdamW(plain.parameters()), "buckets": MixedPrecisionAdamW(ddp.parameters())}
 
     def step(sync: str) -> None:
         optimizer = optimizers.get(sync, optimizers["plain"])

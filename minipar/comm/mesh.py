@@ -16,24 +16,15 @@ class DeviceMesh:
     both: they hold different tokens and the same parameters, so gradients are summed over it.
     dp=None takes what the others leave. UsageError for sizes that do not fit.
 
-    Experts have a mesh of their own over the same ranks: a stage's dp x cp x tp = edp x ep x etp.
-    `mesh.etp` (axis tp) are the neighbours of tp that have parts of one expert, by default all of
-    tp. `mesh.ep` are those that share a layer's experts, `mesh.edp` (axis dp) those that hold the
-    same ones, and `mesh.ep_edp` (axis dp) has the ranks of both: they route different tokens.
-    NB: Megatron's order (tp-cp-ep-dp-pp, and for experts etp-ep-edp-pp) is the same.
+    The axis ep is folded from two others: dp x cp = edp x ep. `mesh.ep` are neighbours, which share
+    each layer's experts; `mesh.edp` (axis dp) are the ranks that hold the same ones. NB: Megatron's
+    order (tp-cp-ep-dp-pp) is the same.
     """
 
     AXES: tuple[str, ...] = ("tp", "cp", "dp", "pp")  # fastest first
 
     def __init__(
-        self,
-        comm: Communicator,
-        dp: int | None = None,
-        tp: int = 1,
-        pp: int = 1,
-        cp: int = 1,
-        ep: int = 1,
-        etp: int | None = None,
+        self, comm: Communicator, dp: int | None = None, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1
     ) -> None:
         self.world = comm
         self.shape = mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp, cp)
@@ -43,12 +34,8 @@ class DeviceMesh:
             rest, self.coordinates[axis] = divmod(rest, self.shape[axis])
         self.tp, self.cp, self.dp, self.pp = map(self._along, ("tp", "cp", "dp", "pp"))
         self.dp_cp = self.dp if self.cp.size == 1 else self._along("dp", "cp")
-        if etp is None:
-            etp = tp
-        check_expert_mesh(self.dp.size, cp, tp, ep, etp)
-        stage = self._along("dp", "cp", "tp")
-        self.etp, self.ep_edp = stage.split_into(stage.size // etp, "tp")
-        self.ep, self.edp = self.ep_edp.split_into(self.ep_edp.size // ep, "ep")
+        check_expert_mesh(self.dp.size, cp, ep)
+        self.ep, self.edp = self.dp_cp.split_into(self.dp_cp.size // ep, "ep")
 
     def rank_at(self, **coordinates: int) -> int:
         """Return the world rank at these coordinates.
@@ -69,13 +56,10 @@ class DeviceMesh:
         )
 
 
-def check_expert_mesh(dp: int, cp: int, tp: int, ep: int, etp: int) -> None:
-    """Raise UsageError unless edp x ep x etp, for a whole edp, are the ranks of dp x cp x tp."""
-    if etp < 1 or tp % etp:
-        raise UsageError(f"tp/etp = {tp}/{etp} is not a whole number: the ranks of etp are neighbours of tp")
-    if ep < 1 or dp * cp * tp % (ep * etp):
-        equation = f"dp*cp*tp/(ep*etp) = {dp}*{cp}*{tp}/({ep}*{etp})"
-        raise UsageError(f"{equation} is not a whole number: edp*ep*etp are the ranks of dp*cp*tp")
+def check_expert_mesh(dp: int, cp: int, ep: int) -> None:
+    """Raise UsageError unless edp x ep, for a whole edp, are the ranks of dp x cp."""
+    if ep < 1 or dp * cp % ep:
+        raise UsageError(f"dp*cp/ep = {dp}*{cp}/{ep} is not a whole number: edp*ep are the ranks of dp*cp")
 
 
 def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int, cp: int) -> dict[str, int]:

@@ -55,7 +55,7 @@ class Rounded(Function):
         self.node.inputs = self.inputs
         output = self.node.forward(*[cast_floats(array, "float32") for array in arrays])
         self.saved = self.node.saved
-        self.node.saved = {}
+        self.node.free()  # what it saved and where its inputs come from are this node's
         cast_arrays(self.saved, self.dtype, least=output.size)
         if output.ndim == 0:
             return output  # a sum, such as the loss

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minipar.autograd import Tensor, rotary, swiglu
-from minipar.backend import Array
+from minipar.autograd import Gradient, Tensor, operation
+from minipar.autograd.rules import Result
+from minipar.backend import Array, xp
 from minipar.nn.gpt import LanguageModel, SelfAttention, TransformerConfig
 from minipar.nn.layers import Embedding, Linear, RMSNorm
 from minipar.nn.module import Module, Segment
@@ -91,6 +92,69 @@ class LlamaConfig(TransformerConfig):
 
     def build(self, **options: Any) -> "Llama":
         return Llama(self, **options)
+
+
+@operation
+def swiglu(gate: Array, up: Array) -> Result:
+    """Compute silu(gate) * up with silu(x) = x / (1 + exp(-x)) (Shazeer 2020); both (..., f)."""
+    sigmoid = 0.5 + 0.5 * xp.tanh(0.5 * gate)  # exp(-x) would overflow
+    silu = gate * sigmoid
+
+    def dgate(g: Array, up: Array, sigmoid: Array, silu: Array) -> Array:
+        # d silu / dx = s + x s (1 - s) = s + silu (1 - s)
+        return g * up * (sigmoid + silu * (1 - sigmoid))
+
+    def dup(g: Array, silu: Array) -> Array:
+        return g * silu
+
+    of_gate = Gradient(dgate, up=up, sigmoid=sigmoid, silu=silu)
+    of_up = Gradient(dup, silu=silu)
+    return silu * up, of_gate, of_up
+
+
+def _rotate(x: Array, angles: Array) -> Array:
+    """Rotate the pairs (x_i, x_(i + d/2)) of each head of x (B, T, heads d), by angles."""
+    out = xp.empty(x.shape, dtype=x.dtype)
+    half = angles.shape[-1]
+    shape = (*x.shape[:-1], x.shape[-1] // (2 * half), 2, half)
+    pairs = x.reshape(shape)  # (B, T, heads, 2, d/2)
+    rotated = out.reshape(shape)  # a view of out
+    first = pairs[..., 0, :]  # (B, T, heads, d/2)
+    second = pairs[..., 1, :]
+    cos = xp.cos(angles)[..., None, :].astype(x.dtype)  # (T, 1, d/2), or (B, T, 1, d/2)
+    sin = xp.sin(angles)[..., None, :].astype(x.dtype)
+    rotated[..., 0, :] = first * cos - second * sin
+    rotated[..., 1, :] = second * cos + first * sin
+    return out
+
+
+@operation
+def rotary(
+    q: Array, k: Array, v: Array, positions: Array, size: int, theta: float = 10000.0
+) -> Result:  # fmt: skip
+    """Rotate the heads of q and k by their tokens' positions (Su et al. 2021), and join q, k and v.
+
+    (B, T, a d), (B, T, n d), (B, T, n d), integer positions (T,)
+    -> (B, T, (a + 2n) d) for `causal_attention`, with heads of d = `size` elements. Elements i and
+    i + d/2 are a pair, as in Hugging Face's code (in Meta's, 2i and 2i+1); at position p it is
+    rotated by the angle p theta^(-2i/d).
+    """
+    frequencies = theta ** (xp.arange(0, size, 2) / -size)  # (d/2,), float64 whatever the dtype
+    angles = positions[:, None] * frequencies  # (T, d/2)
+    start_k = q.shape[-1]
+    start_v = start_k + k.shape[-1]
+
+    def dq(g: Array, angles: Array) -> Array:
+        return _rotate(g[..., :start_k], -angles)
+
+    def dk(g: Array, angles: Array) -> Array:
+        return _rotate(g[..., start_k:start_v], -angles)
+
+    def dv(g: Array) -> Array:
+        return g[..., start_v:]
+
+    joined = xp.concatenate([_rotate(q, angles), _rotate(k, angles), v], axis=-1)
+    return joined, Gradient(dq, angles=angles), Gradient(dk, angles=angles), dv
 
 
 def identity(x: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Function, Tensor, concatenate, embedding, swiglu
+from minipar.autograd import Function, Tensor, concatenate, embedding
 from minipar.autograd.rules import Gradients
 from minipar.backend import Array, from_host, to_host, xp
-from minipar.nn.llama import Attention, Llama, LlamaConfig, identity, norm_of, projection
+from minipar.nn.llama import Attention, Llama, LlamaConfig, identity, norm_of, projection, swiglu
 from minipar.nn.module import Module
 
 

@@ -1,9 +1,8 @@
 """Expert parallelism: each of P ranks holds E/P experts of every layer, and tokens travel to their experts and back.
 
-The ranks route different tokens: they are P neighbours among those of dp x cp or, where each rank
-of tp routes its own tokens, of dp x cp x tp/etp (`DeviceMesh.ep`). Rank j holds experts j E/P to
-(j+1) E/P - 1. Of n_rj rows, a (token, slot) each, from rank r to an expert on rank j, rank r sends
-per layer
+The ranks route different tokens: they are P neighbours among those of dp x cp (`DeviceMesh.ep`).
+Rank j holds experts j E/P to (j+1) E/P - 1. Of n_rj rows, a (token, slot) each, from rank r to an
+expert on rank j, rank r sends per layer
 
     dispatch   h sum_{j != r} n_rj elements in forward; in backward as many, the gradients of the results
     combine    h sum_{j != r} n_jr elements in forward, the results; in backward the gradients of the rows
@@ -32,7 +31,7 @@ from minipar.nn.moe import MoE, moe_layers
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel.buckets import Group, by_unit, number_units
 from minipar.parallel.placement import attach_placements, update
-from minipar.parallel.split_guards import EXPERTS, check_split, note_split
+from minipar.parallel.split_guards import check_split, note_split
 
 
 class ExpertParallel(Owner):
@@ -74,19 +73,10 @@ class ExpertParallel(Owner):
         return groups
 
     def check_ranks(self, comm: Communicator) -> None:
-        """Raise UsageError unless `comm` has all ranks that share the experts, and their replicas.
-
-        Where each rank of tp routes its own tokens, `comm` has those of them that are one rank of tp.
-        """
+        """Raise UsageError unless `comm` has all ranks that share the experts, and their replicas."""
         count = self.comm.size * self.replicas.size
-        noted = dict(self.model.split_over)
-        if EXPERTS in noted:
-            tp = noted["tensor_parallel"]
-            is_one_of_tp = len(set(comm.ranks) & set(tp)) == 1
-            fits = is_one_of_tp and comm.size * len(tp) == count * len(noted[EXPERTS])
-        else:
-            needed = {*self.comm.ranks, *self.replicas.ranks}
-            fits = comm.size == count and needed <= set(comm.ranks)
+        needed = {*self.comm.ranks, *self.replicas.ranks}
+        fits = comm.size == count and needed <= set(comm.ranks)
         if self.experts and not fits:
             ranks = f"the {count} ranks of ep = {self.comm.size} and edp = {self.replicas.size} hold different tokens"
             remedy = "wrap it over mesh.dp_cp"
@@ -154,8 +144,7 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
 
     Apply it after tensor parallelism, which splits each expert, and before the pipeline. Give the
     `groups` of what it returns to data parallelism. UsageError if P does not divide E. With P = 1
-    nothing changes, unless experts are split over fewer ranks than all of tp: then their gradients
-    are summed over the ranks of tp, too.
+    nothing changes.
     """
     check_split(model, "expert_parallel", comm)
     owner = ExpertParallel(model, comm, replicas)
@@ -166,7 +155,7 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
     for moe in moe_layers(model):
         check_divides("experts/ep", len(moe.experts), comm.size, "each rank holds whole experts")
     note_split(model, "expert_parallel", comm)
-    if comm.size == 1 and EXPERTS not in dict(model.split_over):
+    if comm.size == 1:
         return owner
     attach_placements(model)
     for moe in moe_layers(model):

@@ -31,7 +31,6 @@ class StepLayout:
     ep: int = 1
     tp: int = 1
     pp: int = 1
-    etp: int | None = None  # the ranks of tp that have parts of one expert; None: all
     zero_stage: int = 0
     zero_replicas: int = 1
     schedule: Schedule | None = None  # None if pp = 1
@@ -65,24 +64,14 @@ class StepLayout:
         return self.replicas // self.zero_replicas
 
     @property
-    def expert_tp(self) -> int:
-        """The neighbours of tp that have parts of one expert: etp."""
-        return self.tp if self.etp is None else self.etp
-
-    @property
-    def routing_ranks(self) -> int:
-        """The ranks of a stage that route different tokens: d c t / etp = ep edp."""
-        return self.replicas * self.tp // self.expert_tp
-
-    @property
     def edp(self) -> int:
         """The ranks that hold the same experts."""
-        return self.routing_ranks // self.ep
+        return self.replicas // self.ep
 
     @property
     def expert_sums_apart(self) -> bool:
         """Whether the gradients of experts are summed over other ranks than all else."""
-        return self.ep > 1 or self.expert_tp < self.tp
+        return self.ep > 1
 
     @property
     def tokens(self) -> int:
@@ -103,17 +92,10 @@ class StepLayout:
     def enters(self) -> int:
         """The crossings of a layer into tensor parallelism.
 
-        Two in a layer, the attention and the MLP, or the first alone where the second is experts
-        on ranks of their own. In a tree q, k, v, gate and up of a Llama enter by themselves.
+        Two in a layer, the attention and the MLP. In a tree q, k, v, gate and up of a Llama enter by
+        themselves.
         """
-        if self.expert_tp < self.tp:
-            return 1
         return 5 if self.reduction == "tree" and self.model.model_type != "gpt2" else 2
-
-    @property
-    def exits(self) -> int:
-        """The crossings of a layer out of tensor parallelism."""
-        return 1 if self.expert_tp < self.tp else 2
 
     @property
     def norm_rows(self) -> int:
@@ -165,18 +147,14 @@ class StepLayout:
             rank, coordinates[axis] = divmod(rank, sizes[axis])
         return coordinates
 
-    def routing_rank(self, replica: int, tp: int) -> int:
-        """Return the number, among the routing ranks, of rank `replica` of dp x cp and rank `tp` of tp."""
-        return (replica * self.tp + tp) // self.expert_tp
-
     def placements(self, dp: int = 0, tp: int = 0, pp: int = 0, cp: int = 0) -> Placements:
         """Return the placements of the parameters that the rank at these coordinates owns.
 
         They follow from the names and shapes of a model without values, and are those that the
         strategies record.
         """
-        replica, shard = divmod(dp * self.cp + cp, self.shards)
-        own = self.routing_rank(dp * self.cp + cp, tp)
+        own = dp * self.cp + cp
+        replica, shard = divmod(own, self.shards)
         model = self.model.build(seed=None)
         names = {p: name for name, p in model.named_parameters()}
         units = by_unit(model) if self.schedule is None else segment_groups(model)
@@ -189,7 +167,7 @@ class StepLayout:
                 placement = Placement(names[p], p.shape, pp=pp, unit=i, units=len(units))
                 if self.tp > 1:
                     over_tp = tensor_placement(
-                        names[p], p.shape, self.model.n_kv_head, tp, self.tp, self.sequence_parallel, self.etp
+                        names[p], p.shape, self.model.n_kv_head, tp, self.tp, self.sequence_parallel
                     )
                     placement = replace(placement, tp=over_tp)
                 holder = self.expert_rank(names[p])

@@ -4,7 +4,6 @@ Each strategy records its part and knows nothing of the others. Everything that 
 loop over placements.
 
     tp   Shard(dim), Replicate or Partial   NB: the terms of torch.distributed.tensor
-         (an expert is a Shard over etp, which has 1 to all ranks of tp)
     pp   the pipeline rank that owns the parameter
     ep   the expert-parallel rank that holds the parameter, an expert's
     dp   the parameter's slice of a bucket; chunk r of a bucket belongs to data-parallel rank r
@@ -64,8 +63,6 @@ class Shard:
     copy: int = 0
 
     def __str__(self) -> str:
-        if self.ranks * self.copies == 1:
-            return "whole"  # an expert: the other ranks of tp hold other ones
         groups = f", groups={self.groups}" if self.groups > 1 else ""
         copies = f", copies={self.copies}" if self.copies > 1 else ""
         return f"Shard({self.dim}{groups}{copies})"

@@ -99,7 +99,7 @@ def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
     coordinates = layout.coordinates(rank)
     replica = coordinates["dp"] * layout.cp + coordinates["cp"]
     return {
-        "dp": dp_bytes(layout, replica, coordinates["pp"], coordinates["tp"]),
+        "dp": dp_bytes(layout, replica, coordinates["pp"]),
         "cp": cp_bytes(layout, coordinates["pp"])
         + load_bytes(layout, layout.cp, coordinates["cp"], coordinates["pp"]),
         "tp": tp_bytes(layout, coordinates["tp"], coordinates["pp"]),
@@ -107,30 +107,29 @@ def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
     }
 
 
-def dp_bytes(layout: StepLayout, rank: int, pp: int, tp: int = 0) -> int:
+def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     """Compute what rank `rank` of dp x cp on pipeline rank `pp` sends over both, by bucket:
 
         stage 0     all-reduce                                        2 Psi (d-1)/d elements
         stage 1, 2  reduce-scatter, then all-gather                   the same
         stage 3     reduce-scatter, and as many gathers as `gathers`  about (2m+1) Psi (d-1)/d
 
-    Psi is the parameters of this rank, and d stands for s = d c/q, for experts for edp = d c t/(P
-    etp): with q > 1, `replica_bytes` come on top. The loss adds an all-reduce of one float64 over d
+    Psi is the parameters of this rank, and d stands for s = d c/q, for experts for edp = d c/P: with
+    q > 1, `replica_bytes` come on top. The loss adds an all-reduce of one float64 over d
     c ranks, and the norm another one over s, from stage 1 on or where ranks hold different experts.
     Loads are summed over the ranks that route different tokens. Rajbhandari et al. 2020, section 7;
     there stage 3 gathers twice, so 3 Psi in all.
     """
     replicas, shards = layout.replicas, layout.shards
-    routing = layout.routing_rank(rank, tp)
     total = ordered_sum(1, replicas, rank)  # the loss
-    total += ordered_sum(layout.loads, layout.routing_ranks, routing)
+    total += ordered_sum(layout.loads, replicas, rank)
     if layout.zero_stage > 0 or layout.expert_sums_apart:
         total += norm_bytes(layout, 1, shards, rank % shards)
     reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
     for (unit, of_experts), elements in bucket_elements(layout, pp).items():
         if of_experts:
             ranks = layout.edp
-            own = routing // layout.ep
+            own = rank // layout.ep
         else:
             ranks = shards
             own = rank % shards
@@ -202,7 +201,6 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     Per step, each bucket's Partial gradients are all-reduced (a Mixtral's routers; with sequence
     parallelism norms and row biases too), and those of copied heads of keys and values over the
     ranks that have copies. The norm adds one float64 for each chunk whose squares this rank sums.
-    Where etp is less than tp, `expert_bytes` take the place of an MLP's.
     """
     if layout.tp == 1:
         return 0
@@ -212,7 +210,7 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
 
     forwards = 2 if layout.recompute else 1
     entered = layout.enters * layout.blocks(pp)
-    left = layout.exits * layout.blocks(pp)
+    left = 2 * layout.blocks(pp)
     # An activation that enters is gathered in each forward, and its gradient is summed. One that
     # leaves is summed in each forward, and its gradient is gathered.
     gathers = forwards * entered + left
@@ -227,40 +225,25 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         loss_itemsize = max(4, layout.itemsize)  # the loss is float32 at least
         microbatch += all_reduce(layout.tokens, loss_itemsize)
         microbatch += all_reduce(2 * layout.tokens, loss_itemsize)
-    microbatch += crossing_bytes(layout, rank, gathers, sums, layout.tp)
-    step = norm_bytes(layout, layout.norm_rows, layout.tp, rank) + expert_bytes(layout, rank, pp)
+    microbatch += crossing_bytes(layout, rank, gathers, sums)
+    step = norm_bytes(layout, layout.norm_rows, layout.tp, rank)
     for ranks in {layout.tp, kv_copies(layout.model.n_kv_head, layout.tp)} - {1}:
         for elements in bucket_elements(layout, pp, ranks).values():
             step += layout.leaf_sums * all_reduce(elements, layout.reduce_bytes, ranks)
     return layout.microbatches * microbatch + step
 
 
-def expert_bytes(layout: StepLayout, rank: int, pp: int) -> int:
-    """Compute what layers of experts send over tp in a step, where its ranks route their own tokens.
+def crossing_bytes(layout: StepLayout, rank: int, gathers: int, sums: int) -> int:
+    """Compute what so many sums of activations over tp send.
 
-    A layer is entered and left over etp, with n etp/t elements: 4 n (etp-1)/t, and 6 with
-    recompute. The auxiliary loss adds the loads of the samples.
+    With sequence parallelism they are gathers and reduce-scatters.
     """
-    if layout.expert_tp == layout.tp:
-        return 0
-    passes = 3 if layout.recompute else 2
-    crossings = passes * layout.microbatches * layout.blocks(pp)
-    crossed = crossing_bytes(layout, rank, crossings, crossings, layout.expert_tp)
-    return crossed + load_bytes(layout, layout.tp, rank, pp)
-
-
-def crossing_bytes(layout: StepLayout, rank: int, gathers: int, sums: int, ranks: int) -> int:
-    """Compute what so many sums of activations over `ranks` neighbours of tp send.
-
-    With sequence parallelism they are gathers and reduce-scatters of the tokens of these ranks.
-    """
-    n = layout.tokens * layout.model.n_embd * ranks // layout.tp
-    own = rank % ranks
+    n = layout.tokens * layout.model.n_embd
     if not layout.sequence_parallel:
-        return sums * wire_bytes("all_reduce", layout.reduction, n, layout.reduce_bytes, ranks, own)
+        return sums * wire_bytes("all_reduce", layout.reduction, n, layout.reduce_bytes, layout.tp, rank)
     # The parts are equal, so all algorithms of a gather send as much.
-    gathered = wire_bytes("all_gather", "ring", n, layout.itemsize, ranks, own)
-    summed = wire_bytes("reduce_scatter", layout.reduction, n, layout.reduce_bytes, ranks, own)
+    gathered = wire_bytes("all_gather", "ring", n, layout.itemsize, layout.tp, rank)
+    summed = wire_bytes("reduce_scatter", layout.reduction, n, layout.reduce_bytes, layout.tp, rank)
     return gathers * gathered + sums * summed
 
 

@@ -15,10 +15,9 @@ from minipar.autograd import (
     layer_norm,
     linear,
     rms_norm,
-    rotary,
-    swiglu,
 )
 from minipar.autograd.gradcheck import gradcheck
+from minipar.nn.llama import rotary, swiglu
 
 RANDOM = np.random.Generator(np.random.Philox(2))
 TARGETS = np.array([[0, 4, -100], [2, 2, 1]])

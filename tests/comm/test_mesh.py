@@ -110,5 +110,5 @@ def test_no_color_means_no_communicator():
 
 @pytest.mark.parametrize("ep", [0, -1, 3, 8])
 def test_the_ranks_of_ep_divide_those_of_dp_and_cp(ep):
-    with pytest.raises(UsageError, match=rf"ep.* = 2\*2\*1/\({ep}\*1\)"):
+    with pytest.raises(UsageError, match=rf"ep.* = 2\*2/{ep} "):
         run_local(4, lambda comm: DeviceMesh(comm, dp=2, cp=2, ep=ep))

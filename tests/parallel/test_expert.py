@@ -116,14 +116,12 @@ def test_each_all_to_all_sends_the_rows_that_leave(ranks, routing):
 
 def groups_of(world, **sizes):
     mesh = DeviceMesh(world, **sizes)
-    return [comm.ranks for comm in (mesh.etp, mesh.ep, mesh.edp, mesh.ep_edp)]
+    return [comm.ranks for comm in (mesh.ep, mesh.edp)]
 
 
 def test_ranks_of_ep_are_neighbours_and_replicas_lie_apart():
-    """Without etp, experts are cut over the ranks of tp, as all else."""
-    for rank, (etp, ep, edp, _) in enumerate(run_local(12, groups_of, dp=2, cp=3, tp=2, ep=3)):
+    for rank, (ep, edp) in enumerate(run_local(12, groups_of, dp=2, cp=3, tp=2, ep=3)):
         place = rank // 2  # in dp x cp
-        assert etp == [rank - rank % 2, rank - rank % 2 + 1]
         assert ep == [2 * r + rank % 2 for r in range(place - place % 3, place - place % 3 + 3)]
         assert edp == [2 * r + rank % 2 for r in (place % 3, place % 3 + 3)]
 
@@ -262,7 +260,7 @@ def test_a_checkpoint_moves_between_meshes_of_experts(tmp_path, before, after):
 # ---- scripts, and what is refused ------------------------------------------------------------------------------------
 
 REFUSED = {
-    "--dp 2 --cp 2 --ep 3 --global-batch 2": "2*2*1/(3*1)",
+    "--dp 2 --cp 2 --ep 3 --global-batch 2": "2*2/3",
     "--dp 8 --ep 8 --global-batch 8": "12/8",
     "--dp 4 --ep 2 --zero-stage 1 --zero-replicas 2 --global-batch 4": "replicas",
 }

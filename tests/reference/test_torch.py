@@ -14,10 +14,10 @@ from minipar.autograd import (
     linear,
     rms_norm,
     stack,
-    swiglu,
     where,
 )
 from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm
+from minipar.nn.llama import swiglu
 
 RANDOM = np.random.Generator(np.random.Philox(10))
 F = torch.nn.functional

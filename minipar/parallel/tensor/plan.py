@@ -20,12 +20,12 @@ from minipar.nn import llama
 from minipar.nn.gpt import LanguageModel, SelfAttention, TransformerConfig
 from minipar.nn.layers import Dropout, Embedding, Linear, MaskSlice
 from minipar.nn.module import Module
-from minipar.nn.moe import MoE, moe_layers
+from minipar.nn.moe import MoE
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel import placement
 from minipar.parallel.agreement import check_alike
 from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of, terms
-from minipar.parallel.split_guards import EXPERTS, ExpertGuard, check_expert_ranks, check_split, note_split
+from minipar.parallel.split_guards import check_split, note_split
 from minipar.parallel.tensor import layers, tree_layers, vocabulary
 from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
 from minipar.parallel.tensor.mappings import TensorGroup
@@ -89,20 +89,13 @@ def kv_copies(kv_heads: int, ranks: int) -> int:
 
 
 def tensor_placement(
-    name: str,
-    shape: Sequence[int],
-    kv_heads: int,
-    rank: int,
-    ranks: int,
-    sequence: bool,
-    etp: int | None = None,
+    name: str, shape: Sequence[int], kv_heads: int, rank: int, ranks: int, sequence: bool
 ) -> TensorPlacement:
     """Return what tensor parallelism does to the serial model's parameter of this name and shape.
 
     A rank has a part of a Shard. It has the whole of a Partial or a Replicate. The ranks' gradients
     of a Partial, and those of a part that several ranks copy, are terms of a sum. Those of a
-    Replicate are equal. An expert is a Shard over `etp` neighbours (default: all ranks); with etp 1
-    this is the only part, and the ranks of tp hold whole experts.
+    Replicate are equal.
     """
     layer, kind = name.split(".")[-2:]  # such as c_attn and weight
     split = PLAN.get(layer)
@@ -111,9 +104,6 @@ def tensor_placement(
         if kind == "bias":
             dim = 0 if split.layer is ColumnLinear else None
         if dim is not None:
-            if etp is not None and ".experts." in name:
-                rank = rank % etp
-                ranks = etp
             copies = kv_copies(kv_heads, ranks) if split.of_kv_heads else 1
             return Shard(
                 rank // copies, ranks // copies, dim, shape[dim], split.groups, copies, rank % copies
@@ -186,11 +176,10 @@ def sum_together(group: TensorGroup, gradients: Sequence[Array]) -> None:
         offset += gradient.size
 
 
-def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None, etp: int | None = None) -> None:
+def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) -> None:
     """Raise UsageError if tp does not divide heads, the MLP's columns, or a sequence's tokens.
 
-    Heads of keys and values may also divide tp. The columns of an expert are divided by `etp`, if
-    it is given.
+    Heads of keys and values may also divide tp.
     """
     reason = "each tensor-parallel rank has whole"
     check_divides("heads/tp", model.n_head, tp, f"{reason} heads")
@@ -200,17 +189,14 @@ def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None, et
         )
     else:
         check_divides("kv-heads/tp", model.n_kv_head, tp, f"{reason} heads of k and v, or copies of one")
-    if etp is None:
-        check_divides("ffn/tp", model.n_inner, tp, f"{reason} columns")
-    else:
-        check_divides("ffn/etp", model.n_inner, etp, "each rank of etp has whole columns of an expert")
+    check_divides("ffn/tp", model.n_inner, tp, f"{reason} columns")
     if tokens is not None:
         check_divides("tokens/tp", tokens, tp, "--sequence-parallel splits seq-len/cp evenly")
 
 
 def tensor_parallel(
     model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False,
-    reduce_dtype: DTypeLike | None = None, tree_leaves: int = 0, experts: Communicator | None = None,
+    reduce_dtype: DTypeLike | None = None, tree_leaves: int = 0,
 ) -> TensorParallel:  # fmt: skip
     """Split `model` over `comm` by the plan, in place.
 
@@ -222,25 +208,15 @@ def tensor_parallel(
     A rank sends 8 B T h (t-1)/t elements per layer and microbatch: 2 all-reduces in forward and 2
     in backward or, with `sequence`, 2 all-gathers and 2 reduce-scatters in each. The embedding and
     the head add 2 B T h (t-1)/t each. The loss all-reduces B T and then 2 B T elements.
-
-    `experts` (`mesh.etp`, default: all ranks) are the neighbours that have parts of one expert. If
-    they are fewer than all, each rank gives its own tokens to a layer of experts, so this needs
-    `sequence`, and expert_parallel has to follow. A layer of experts is then entered and left over
-    `experts`, with etp u/t tokens.
     """
     check_split(model, "tensor_parallel", comm)
     check_tree(reduction, tree_leaves, comm.size)
-    experts = comm if experts is None else experts
-    check_expert_ranks(model, comm, experts, sequence)
-    are_apart = experts.size < comm.size
-    check_shape(model.config, comm.size, etp=experts.size if are_apart else None)
+    check_shape(model.config, comm.size)
     placement.attach_placements(model)
     values = [(name, p.data) for name, p in model.named_parameters()]
     what = "tensor_parallel: the ranks' models start from different values"
     check_alike(comm, values, what, "give all ranks the same seed, and load the same state")
     note_split(model, "tensor_parallel", comm)
-    if are_apart:
-        note_split(model, EXPERTS, experts)
     group = TensorGroup(comm, reduction, model.dtype, reduce_dtype, tree_leaves)
     kv_heads = model.config.n_kv_head
     groups = [group]
@@ -252,7 +228,7 @@ def tensor_parallel(
     for name, p in model.named_parameters():
         if comm.size == 1:
             break  # the layers are those of several ranks, but nothing is split
-        own = tensor_placement(name, p.shape, kv_heads, comm.rank, comm.size, sequence, experts.size)
+        own = tensor_placement(name, p.shape, kv_heads, comm.rank, comm.size, sequence)
         if isinstance(own, Shard):
             layers.shard_parameter(p, own)
         else:
@@ -261,25 +237,9 @@ def tensor_parallel(
             p.owners.append(tensor)
             tensor.partial.append(p)
     border = Border(group, sequence)
-    border_of_experts = border
-    if are_apart:
-        border_of_experts = Border(TensorGroup(experts, reduction, model.dtype, reduce_dtype), sequence)
-        set_experts_apart(model, comm)
     replace_layers(model, border)
-    fill_seams(model, border, border_of_experts)
+    fill_seams(model, border)
     return tensor
-
-
-def set_experts_apart(model: LanguageModel, comm: Communicator) -> None:
-    """Record that the experts have ranks of their own, and that a sample's tokens are routed on all ranks of tp."""
-    guard = ExpertGuard(model)
-    for moe in moe_layers(model):
-        # Each token counts once for each rank of etp. The auxiliary loss needs the experts' shares alone.
-        moe.load_sums.append(partial(comm.all_reduce, algorithm="ordered"))
-        for expert in moe.experts:
-            for p in expert.parameters():
-                placement.update(p, ep=0)
-                p.owners.append(guard)
 
 
 def replace_layers(model: LanguageModel, border: Border) -> None:
@@ -309,7 +269,7 @@ def tree_layer(split: Split, layer: Module, border: Border) -> Module:
     return layers.PositionEmbedding(layer, border)
 
 
-def fill_seams(model: LanguageModel, border: Border, border_of_experts: Border) -> None:
+def fill_seams(model: LanguageModel, border: Border) -> None:
     """Give the model's seams what tensor parallelism does there; gpt.py lists them."""
     group = border.group
     size = model.config.vocab_size
@@ -322,9 +282,9 @@ def fill_seams(model: LanguageModel, border: Border, border_of_experts: Border) 
         if isinstance(module, MoE):
             # The experts themselves do not leave. The results of a token's k experts are added up
             # on each rank first, and then the ranks' results are summed.
-            module.leave = border_of_experts.leave
+            module.leave = border.leave
             if not group.leaves:
-                module.enter = border_of_experts.enter
+                module.enter = border.enter
         if isinstance(module, SelfAttention):
             module.heads //= group.size
             module.kv_heads = max(1, module.kv_heads // group.size)
