@@ -16,7 +16,7 @@ from minipar.nn.optim import squared_norm
 from minipar.nn.optim_guards import check_max_norm
 from minipar.nn.parameter import Parameter
 from minipar.parallel.hybrid import HybridComm
-from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, is_first_holder, placement_of
+from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, placement_of
 
 WHOLE = 0  # the index of parameters that every tp rank holds whole
 SPLIT = 1  # the index of those of which it has a part
@@ -72,8 +72,6 @@ def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) ->
         assert p.grad is not None, "gradients are summed over dp first"
         placement = placement_of(p)
         kind = SPLIT if isinstance(placement.tp, Shard) else WHOLE
-        if kind == SPLIT and not is_first_holder(placement.tp):
-            continue  # another rank of tp has a copy, and counts it
         gradient = p.grad.reshape(-1)
         for chunk in range(chunks):  # a whole parameter may lie in several
             elements = elements_in(p, chunk, chunks, own_only)

@@ -13,7 +13,7 @@ from minipar.comm.trace import unseen
 from minipar.errors import UsageError, check_divides, print_line
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter, owners_of
-from minipar.parallel.placement import Placement, placement_of, terms
+from minipar.parallel.placement import Partial, Placement, placement_of
 
 
 def is_wrapper(model: Any) -> bool:
@@ -94,8 +94,8 @@ def check_summed(placement: Placement, over_all: bool, before_reduce: object) ->
         why = f"{placement.name} is an expert's, and the ranks of ep hold different experts and different tokens"
         remedy = "experts = mp.expert_parallel(...), then mp.shard(..., groups=experts.groups(mesh.dp_cp))"
         raise UsageError(f"{why}: write {remedy}")
-    if terms(placement.tp) > 1 and before_reduce is None:
-        why = f"the gradient of {placement.name} covers a part of the tokens, columns or heads on each rank of tp"
+    if isinstance(placement.tp, Partial) and before_reduce is None:
+        why = f"the gradient of {placement.name} covers a part of the tokens or columns on each rank of tp"
         remedy = "tensor = mp.tensor_parallel(...), then mp.shard(..., before_reduce=tensor.sum_partial)"
         raise UsageError(f"{why}: write {remedy}")
 
