@@ -10,17 +10,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # The most tokens of each part, without comments and docstrings. A limit is lowered when code leaves, and never raised.
-PARTS = {"core": 85_330, "more": 750, "train": 9_500, "compare": 6_390, "plan": 21_400, "bench": 15_240}
+PARTS = {"core": 81_890, "more": 750, "train": 9_500, "compare": 6_390, "plan": 21_400, "bench": 15_240}
 # The most files that the imports of a file reach, the most tokens in them, and how many of these are in parallel/.
 CLOSURES = {
-    "parallel/ddp": (41, 40_300, 10_580),
-    "parallel/zero": (42, 41_220, 11_490),
-    "parallel/fsdp": (42, 42_150, 12_430),
-    "parallel/tensor/layers": (37, 37_210, 6_970),
-    "parallel/pipeline/module": (46, 50_690, 17_850),
+    "parallel/ddp": (40, 39_140, 10_430),
+    "parallel/zero": (41, 40_060, 11_350),
+    "parallel/fsdp": (41, 41_000, 12_290),
+    "parallel/tensor/layers": (36, 35_850, 6_650),
+    "parallel/pipeline/module": (45, 49_350, 17_640),
 }
 TOKENS_PER_LINE = 9.5
-TEST_LINES = 34_400  # of all files below tests/; the goal is 30,000
+TEST_LINES = 33_710  # of all files below tests/; the goal is 30,000
 LONG_LINES = 0.06  # of the lines that are not blank, beyond 100 columns
 
 IGNORED = {
