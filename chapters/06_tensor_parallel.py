@@ -318,7 +318,7 @@ say(f"{2 * t} query heads in {t} groups over {t} ranks = one device, with the gr
 # %% [markdown]
 # The gain stays the same on each rank: $a/G$ times fewer keys and values to compute and to keep. With more ranks than
 # groups (the lower part of the picture) several ranks need the *same* head of $k$ and $v$. Problem 7 asks what must
-# happen then. minipar does it, and prints the placement `Shard(0, copies=2)`.
+# happen then. (minipar refuses it: tp divides the heads of keys.)
 #
 # ### In the library
 #
@@ -354,7 +354,7 @@ tensor_parallel(model, comm)
 theirs = dict(serial.h[0].named_parameters())
 cuts = {}
 for name, parameter in theirs.items():
-    placement = tensor_placement(name, parameter.shape, a, rank, t, sequence=False)
+    placement = tensor_placement(name, parameter.shape, rank, t, sequence=False)
     if isinstance(placement, Shard):
         cuts[name] = placement.dim, placement.groups
 for name, parameter in model.h[0].named_parameters():
@@ -1100,8 +1100,8 @@ assert copies_sum_to_the_gradient(grouped_attention, tokens_in, ranks=4, heads=8
 # *one* layer sends for its sums in one microbatch, that is little. If it is forgotten the copies get different
 # gradients and drift apart, like LayerNorms with mistake 5 of 6.12, and the check "ranks" would see it. The norm counts
 # the summed gradient once, not twice. The price is memory and work: $k$ and $v$, their matrices, gradients and
-# optimizer state are there $t/G$ times. (In inference there are no gradients. There vLLM copies the heads so.) In the
-# library `kv_copies` is $t/G$, and `sum_partial` sums the copies' gradients with those of `Partial` parameters.
+# optimizer state are there $t/G$ times. (In inference there are no gradients. There vLLM copies the heads so.)
+# minipar refuses $t > G$, so that a rank has a part of each matrix that no other rank has.
 #
 # </details>
 #

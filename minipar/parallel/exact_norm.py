@@ -13,7 +13,7 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn import optim
 from minipar.nn.parameter import Parameter
-from minipar.parallel.placement import ParameterShard, is_first_holder, placement_of
+from minipar.parallel.placement import ParameterShard, Shard, placement_of
 
 BITS = 32  # Each of the two integers that stand for a square has as many.
 
@@ -43,8 +43,9 @@ def clip_grad_norm(
         axes.append(dp.chunk_comm)
     gradients: list[Array] = []
     for p in parameters:
-        # One rank of tp counts what several of them hold.
-        if is_first_holder(placement_of(p).tp):
+        # One rank of tp counts what all of them hold.
+        over_tp = placement_of(p).tp
+        if isinstance(over_tp, Shard) or over_tp.rank == 0:
             gradients.append(p.grad)
     total = exact_square_sum(gradients, axes)
     return optim.clip_grad_norm(parameters, max_norm, norm=math.sqrt(total))

@@ -15,7 +15,7 @@ from minipar.errors import UsageError
 from minipar.nn import optim
 from minipar.nn.optim import squared_norm
 from minipar.nn.parameter import Parameter, owners_of
-from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, is_first_holder, placement_of
+from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, placement_of
 
 WHOLE = 0  # the index of parameters that every tp rank holds whole
 SPLIT = 1  # the index of those of which it has a part
@@ -83,8 +83,6 @@ def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) ->
             continue
         placement = placement_of(p)
         kind = SPLIT if isinstance(placement.tp, Shard) else WHOLE
-        if kind == SPLIT and not is_first_holder(placement.tp):
-            continue  # another rank of tp has a copy, and counts it
         gradient = p.grad.reshape(-1)
         for chunk in range(chunks):  # a whole parameter may lie in several
             elements = elements_in(p, chunk, chunks, own_only)

@@ -166,9 +166,7 @@ class StepLayout:
             for p in unit:
                 placement = Placement(names[p], p.shape, pp=pp, unit=i, units=len(units))
                 if self.tp > 1:
-                    over_tp = tensor_placement(
-                        names[p], p.shape, self.model.n_kv_head, tp, self.tp, self.sequence_parallel
-                    )
+                    over_tp = tensor_placement(names[p], p.shape, tp, self.tp, self.sequence_parallel)
                     placement = replace(placement, tp=over_tp)
                 holder = self.expert_rank(names[p])
                 if holder is None:

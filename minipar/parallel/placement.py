@@ -50,8 +50,6 @@ class Shard:
     """Each tensor-parallel rank holds a slice along `dim` of each of `groups` equal stretches.
 
     `size` is that dim's length in the serial model, which zeros pad to a multiple of groups*ranks.
-    With `copies` c, c neighbours hold each slice, and `rank` and `ranks` number the slices. Each
-    of the c computes other columns with its copy, so their gradients are terms of a sum.
     """
 
     rank: int
@@ -59,13 +57,10 @@ class Shard:
     dim: int
     size: int
     groups: int = 1
-    copies: int = 1
-    copy: int = 0
 
     def __str__(self) -> str:
         groups = f", groups={self.groups}" if self.groups > 1 else ""
-        copies = f", copies={self.copies}" if self.copies > 1 else ""
-        return f"Shard({self.dim}{groups}{copies})"
+        return f"Shard({self.dim}{groups})"
 
     @property
     def step(self) -> int:
@@ -96,21 +91,6 @@ class Shard:
 
 
 TensorPlacement = Shard | Replicate | Partial
-
-
-def holders(placement: TensorPlacement) -> int:
-    """Return how many neighbours of tp hold the same values."""
-    return placement.copies if isinstance(placement, Shard) else placement.ranks
-
-
-def is_first_holder(placement: TensorPlacement) -> bool:
-    """Return whether this rank is the first of them: the one that counts the values, and saves them."""
-    return placement.copy == 0 if isinstance(placement, Shard) else placement.rank == 0
-
-
-def terms(placement: TensorPlacement) -> int:
-    """Return over how many neighbours of tp the gradient is summed; 1 if each computes all of it."""
-    return 1 if isinstance(placement, Replicate) else holders(placement)
 
 
 def along(dim: int, start: int, stop: int) -> tuple[slice, ...]:
@@ -169,10 +149,7 @@ class Placement:
         """Say what a rank computes with, such as `up.weight, tp rank 1 of 2`."""
         if not isinstance(self.tp, Shard):
             return self.name
-        copies = self.tp.copies
-        if self.tp.ranks * copies == 1:
-            return self.name
-        return f"{self.name}, tp rank {self.tp.rank * copies + self.tp.copy} of {self.tp.ranks * copies}"
+        return f"{self.name}, tp rank {self.tp.rank} of {self.tp.ranks}"
 
 
 def attach_placements(model: Module) -> None:

@@ -17,19 +17,12 @@ from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
-from minipar.parallel.placement import (
-    Shard,
-    TensorPlacement,
-    attach_placements,
-    elements_of,
-    is_first_holder,
-    placement_of,
-)
+from minipar.parallel.placement import Shard, TensorPlacement, attach_placements, elements_of, placement_of
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a parameter that a tensor-parallel rank holds: a Shard without its size and copies."""
+    """The part of a parameter that a tensor-parallel rank holds: a Shard without its size."""
 
     dim: int
     groups: int
@@ -70,7 +63,7 @@ class Piece:
 def owned_elements(parameter: Parameter) -> range:
     """Return which elements of a local parameter this rank owns, and no other."""
     placement = placement_of(parameter)
-    if not is_first_holder(placement.tp):
+    if not isinstance(placement.tp, Shard) and placement.tp.rank > 0:
         return range(0)  # another tensor-parallel rank holds them too
     if placement.dp is None:
         return range(parameter.size)

@@ -15,8 +15,7 @@ from minipar.comm.algorithms import chunk_bounds
 from minipar.comm.traffic import wire_bytes
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.actions import Schedule
-from minipar.parallel.placement import terms
-from minipar.parallel.tensor.plan import kv_copies
+from minipar.parallel.placement import Partial
 
 FLOAT64 = 8  # bytes; losses and norms are summed in float64 whatever the run's dtype
 
@@ -33,15 +32,15 @@ def norm_bytes(layout: StepLayout, count: int, ranks: int, rank: int) -> int:
     return ordered_sum(count, ranks, rank)
 
 
-def bucket_elements(layout: StepLayout, pp: int, summed_over: int = 0) -> Counter[tuple[int, bool]]:
-    """Count the elements of each bucket of pipeline rank `pp`, or those summed over so many ranks of tp.
+def bucket_elements(layout: StepLayout, pp: int, partial: bool = False) -> Counter[tuple[int, bool]]:
+    """Count the elements of each bucket of pipeline rank `pp`, all or those of `partial` gradients.
 
     The keys are (unit, whether it is the bucket of experts, which has ranks of its own).
     """
     elements: Counter[tuple[int, bool]] = Counter()
     for p in layout.placements(pp=pp):
         assert p.dp is not None
-        if summed_over in (0, terms(p.tp)):
+        if isinstance(p.tp, Partial) or not partial:
             elements[p.unit, p.ep is not None] += p.dp.size
     return elements
 
@@ -160,11 +159,10 @@ def cp_bytes(layout: StepLayout, pp: int) -> int:
         all-gather   2(c-1) u h_kv            and in backward 4(c-1) u h_kv
         ulysses      2(h + h_kv) u (c-1)/c    and in backward the same
 
-    With recompute forward runs again. Under tensor parallelism a rank has h/t and h_kv/t columns,
-    or the h/a of one head of keys that several ranks copy.
+    With recompute forward runs again. Under tensor parallelism a rank has h/t and h_kv/t columns.
     """
     h = layout.model.n_embd // layout.tp
-    kv_heads = max(1, layout.model.n_kv_head // layout.tp)
+    kv_heads = layout.model.n_kv_head // layout.tp
     h_kv = kv_heads * (layout.model.n_embd // layout.model.n_head)
     moved, summed = cp_elements(layout.context_parallel, layout.cp, layout.tokens, h, h_kv)
     passes = 3 if layout.recompute else 2
@@ -199,14 +197,13 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     2022, section 4.2.2). The loss all-reduces B T maxima and 2 B T sums.
 
     Per step, each bucket's Partial gradients are all-reduced (a Mixtral's routers; with sequence
-    parallelism norms and row biases too), and those of copied heads of keys and values over the
-    ranks that have copies. The norm adds one float64 for each chunk whose squares this rank sums.
+    parallelism norms and row biases too). The norm adds one float64 for each chunk whose squares this rank sums.
     """
     if layout.tp == 1:
         return 0
 
-    def all_reduce(elements: int, itemsize: int, ranks: int = layout.tp) -> int:
-        return wire_bytes("all_reduce", layout.reduction, elements, itemsize, ranks, rank % ranks)
+    def all_reduce(elements: int, itemsize: int) -> int:
+        return wire_bytes("all_reduce", layout.reduction, elements, itemsize, layout.tp, rank)
 
     forwards = 2 if layout.recompute else 1
     entered = layout.enters * layout.blocks(pp)
@@ -227,9 +224,8 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         microbatch += all_reduce(2 * layout.tokens, loss_itemsize)
     microbatch += crossing_bytes(layout, rank, gathers, sums)
     step = norm_bytes(layout, layout.norm_rows, layout.tp, rank)
-    for ranks in {layout.tp, kv_copies(layout.model.n_kv_head, layout.tp)} - {1}:
-        for elements in bucket_elements(layout, pp, ranks).values():
-            step += layout.leaf_sums * all_reduce(elements, layout.reduce_bytes, ranks)
+    for elements in bucket_elements(layout, pp, partial=True).values():
+        step += layout.leaf_sums * all_reduce(elements, layout.reduce_bytes)
     return layout.microbatches * microbatch + step
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from minipar.parallel.tensor.plan import kv_copies
 from minipar.plan.cluster import (  # fmt: skip
     Cluster,
     all_to_all_seconds,
@@ -27,6 +26,7 @@ from minipar.plan.rank_bytes import (
     embedding_rows,
     expert_bytes,
     kv_columns,
+    kv_copies,
     layer_experts,
     layer_state,
     rank_buckets,

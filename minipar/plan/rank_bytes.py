@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from minipar.parallel.memory import model_state
-from minipar.parallel.tensor.plan import kv_copies
 from minipar.parallel.traffic import cp_elements
 from minipar.plan.layout import MEGATRON, Activations, Framework, Layout
 from minipar.plan.model import ModelShape
@@ -231,6 +230,11 @@ def moment_buffers(model: ModelShape, layout: Layout, length: int, kept: Activat
         attention = precision.parameters * context_buffer(model, layout, length)
         buffers += max(0.0, attention - freed)
     return buffers
+
+
+def kv_copies(kv_heads: int, tp: int) -> int:
+    """Return how many tp ranks of Megatron-LM hold each head of keys: one, unless there are more ranks than heads."""
+    return max(1, tp // kv_heads)
 
 
 def kv_columns(model: ModelShape, tp: int) -> int:

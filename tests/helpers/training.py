@@ -23,7 +23,7 @@ from minipar.nn.gpt import SelfAttention, TransformerConfig
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.placement import Shard, holders, placement_of
+from minipar.parallel.placement import Shard, placement_of
 from minipar.parallel.state import gather_state
 from minipar.parallel.wrapper import DataParallel
 from minipar.train import checkpoint, verify
@@ -157,9 +157,9 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
     for comm, parameters in replicas(trainer.ddp):
         same.append(same_over(comm, comm.size, [state.get(p, [p.data]) for p in parameters]))
     tp = trainer.mesh.tp
-    for ranks in range(2, tp.size + 1):  # so many neighbours hold a parameter, or a head of keys and values
-        held = [arrays for p, arrays in state.items() if holders(placement_of(p).tp) == ranks]
-        same.append(same_over(tp, ranks, held))
+    if tp.size > 1:
+        held = [arrays for p, arrays in state.items() if not isinstance(placement_of(p).tp, Shard)]
+        same.append(same_over(tp, tp.size, held))
     return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if all(same) else b"no")
 
 
@@ -313,7 +313,7 @@ def joined(comm, parameter, array) -> np.ndarray:
     if not isinstance(shard, Shard):
         return array
     parts = comm.all_gather(np.ascontiguousarray(array), algorithm="pairwise")
-    return shard.join(list(parts.reshape(comm.size, *array.shape))[:: shard.copies])
+    return shard.join(list(parts.reshape(comm.size, *array.shape)))
 
 
 class Proxy:

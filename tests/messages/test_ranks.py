@@ -75,14 +75,12 @@ ON_TP = "mesh = DeviceMesh(world, dp=2, tp=2); model = gpt(); tensor = mp.tensor
 ON_EP = """mesh = DeviceMesh(world, dp=2, cp=2, ep=2); model = mixtral()
 experts = mp.expert_parallel(model, mesh.ep, mesh.edp); groups = experts.groups
 """
-COPIES = "mesh = DeviceMesh(world, tp=4); model = llama(); mp.tensor_parallel(model, mesh.tp);"
 BOTH = "ddp = shard(model, mesh.dp, stage, before_reduce=tensor.sum_partial);"
 WRAPPERS = {  # the script, at these stages, the error, and what it shows
     "tokens that cp shares": (f"{ON_CP} shard(model, mesh.dp, stage)", ALL, UsageError, "mesh.dp_cp"),
     "partial gradients": (
         f"{ON_TP.replace('mesh.tp)', 'mesh.tp, sequence=True)')} shard(model, mesh.dp, stage)", ALL, UsageError,
         "tensor.sum_partial"),
-    "copies": (f"{COPIES} shard(model, mesh.dp, stage)", ALL, UsageError, "k_proj.weight", "tensor.sum_partial"),
     "experts without groups": (f"{ON_EP}shard(model, mesh.dp_cp, stage)", ALL, UsageError, "experts.groups(mesh.dp_cp"),
     "experts over edp": (
         f"{ON_EP}shard(model, mesh.edp, stage, groups=groups(mesh.edp))", ALL, UsageError, "mesh.dp_cp"),

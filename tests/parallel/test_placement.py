@@ -9,8 +9,7 @@ import minipar as mp
 from minipar.bench.layouts import step_layout
 from minipar.comm import run_local
 from minipar.nn import AdamW, Linear
-from minipar.parallel.placement import BucketSlice, Shard, elements_of, holders, is_first_holder, terms
-from minipar.parallel.tensor.plan import tensor_placement
+from minipar.parallel.placement import BucketSlice, Shard, elements_of
 from minipar.parallel.wrap import shard
 
 RANDOM = np.random.Generator(np.random.Philox(41))
@@ -46,21 +45,6 @@ def test_a_shard_in_three_gives_each_rank_its_heads_of_q_k_and_v(ranks):
         own = range(rank * heads // ranks, (rank + 1) * heads // ranks)
         expected = [kind * 1000 + head for kind in range(3) for head in own for _ in range(d)]
         assert Shard(rank, ranks, 1, 3 * h, 3).part(names)[0].tolist() == expected
-
-
-@pytest.mark.parametrize(("ranks", "copies"), [(2, 2), (6, 3), (8, 2)])
-def test_neighbouring_ranks_hold_copies_of_one_slice(ranks, copies):
-    whole = RANDOM.standard_normal((24, 4))
-    slices = ranks // copies
-    name = "model.layers.0.self_attn.k_proj.weight"
-    shards = [tensor_placement(name, (24, 4), slices, rank, ranks, False) for rank in range(ranks)]
-    parts = [each.part(whole) for each in shards]
-    for rank, (each, part) in enumerate(zip(shards, parts, strict=True)):
-        assert np.array_equal(part, np.split(whole, slices)[rank // copies])
-        assert part.shape == each.local_shape(whole.shape)
-        assert is_first_holder(each) == (rank in range(0, ranks, copies))
-        assert np.array_equal(each.join(parts[::copies]), whole)
-        assert terms(each) == holders(each) == copies
 
 
 # ---- data parallelism ------------------------------------------------------------------------------------------------
@@ -129,17 +113,6 @@ def test_placements_print_as_a_table():
     assert rows["wte.weight"].split() == "(7, 8) Shard(0) 0 - 32:32 of 32".split()
     assert rows["wpe.weight"].split() == "(4, 8) Partial 0 - 8:32 of 32".split()
     assert rows["h.0.attn.c_attn.weight"].split()[2:4] == ["Shard(1,", "groups=3)"]
-
-
-def test_the_table_says_which_heads_are_copied():
-    def rank(comm):
-        model = mp.Llama(mp.LlamaConfig(7, 16, 8, 1, 8, 2, 4))
-        tensor = mp.tensor_parallel(model, comm)
-        mp.shard(model, mp.DeviceMesh(comm, tp=comm.size).dp, 1, before_reduce=tensor.sum_partial)
-        return str(mp.placements(model)).splitlines()
-
-    rows = {line.split()[0].split(".")[-2]: line for line in run_local(8, rank)[5][1:]}
-    assert {name for name in rows if "copies=4" in rows[name]} == {"k_proj", "v_proj"}
 
 
 # ---- computed for any rank -------------------------------------------------------------------------------------------

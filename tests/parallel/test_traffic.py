@@ -59,9 +59,6 @@ CASES = {
         "--global-batch 4 --vocab-size 16 --recompute full --zero-stage 1"),
     "sums as trees, of a Llama's own tokens": (8, "--pp 2 --tp 4 --model llama --reduction tree "
         "--global-batch 4 --vocab-size 16 --hidden 24 --sequence-parallel --recompute full"),
-    "heads of keys on two ranks each": (8, "--dp 2 --tp 4 --model llama --kv-heads 2 --hidden 24 --zero-stage 2 "
-        "--sequence-parallel --microbatches 2 --sync-every-microbatch"),
-    "heads of keys over cp": (8, "--tp 4 --cp 2 --model llama --kv-heads 2 --hidden 24 --context-parallel all-gather"),
     "16 ranks": (16, "--dp 2 --tp 4 --pp 2 --schedule interleaved-1f1b --sequence-parallel --microbatches 4 "
         "--global-batch 8 --zero-stage 3 --recompute full"),
     "a long vocabulary": (8, "--tp 4 --pp 2 --vocab-size 259 --microbatches 2 --sequence-parallel --zero-stage 3"),

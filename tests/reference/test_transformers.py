@@ -119,9 +119,8 @@ def test_greedy_text_is_that_of_generate_there(name, tmp_path):
 # ---- Llama -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 3])
-def test_more_ranks_than_kv_heads_compute_the_same(kv_heads, tmp_path):
-    """Six tensor-parallel ranks with a head of queries each copy the heads of keys and values."""
+@pytest.mark.parametrize("kv_heads", [3, 6])
+def test_ranks_that_share_kv_heads_compute_the_same(kv_heads, tmp_path):
     config = replace(LLAMA, num_key_value_heads=kv_heads, intermediate_size=30)
     reference = theirs(config)
     reference.save_pretrained(tmp_path)
@@ -137,7 +136,7 @@ def test_more_ranks_than_kv_heads_compute_the_same(kv_heads, tmp_path):
         tensor.sum_partial(model.parameters())
         return own.item(), {name: joined(comm, p, p.grad) for name, p in model.named_parameters()}
 
-    for own, gradients in run_local(6, rank):
+    for own, gradients in run_local(3, rank):
         assert abs(own - loss) <= 1e-10
         for name, gradient in expected.items():
             np.testing.assert_allclose(gradients[name], gradient, rtol=1e-10, atol=1e-10, err_msg=name)

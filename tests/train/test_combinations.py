@@ -64,14 +64,14 @@ WITHIN_ROUNDING = [
     "--tp 2 --pp 2 --dp 2 --schedule 1f1b --microbatches 4 --zero-stage 1 --sequence-parallel",
     "--tp 2 --pp 2 --dp 2 --schedule zb-h1 --microbatches 2 --zero-stage 3 --sequence-parallel --recompute full",
     "--tp 4 --pp 2 --dp 2 --schedule 1f1b --microbatches 4 --zero-stage 1 --clip-grad 0.5",  # the textbooks' 16 ranks
-    # tensor-parallel ranks that share the heads of keys and values, or copy them
+    # tensor-parallel ranks that share the heads of keys and values
     "--model llama --tp 3 --sequence-parallel --zero-stage 1",
-    "--model llama --tp 2 --kv-heads 1",
-    "--model llama --tp 8 --kv-heads 4 --sequence-parallel --clip-grad 0.5",
-    "--model llama --tp 4 --kv-heads 2 --dp 2 --zero-stage 1 --microbatches 2",
-    "--model llama --tp 4 --kv-heads 2 --dp 2 --zero-stage 3 --microbatches 2 --sync-every-microbatch",
-    "--model llama --tp 4 --kv-heads 2 --pp 2 --microbatches 2 --schedule zb-h1 --recompute full",
-    "--model llama --tp 4 --kv-heads 2 --cp 2",
+    "--model llama --tp 4 --kv-heads 4",
+    "--model llama --tp 2 --kv-heads 2 --sequence-parallel --clip-grad 0.5",
+    "--model llama --tp 2 --kv-heads 2 --dp 2 --zero-stage 1 --microbatches 2",
+    "--model llama --tp 2 --kv-heads 2 --dp 2 --zero-stage 3 --microbatches 2 --sync-every-microbatch",
+    "--model llama --tp 2 --kv-heads 2 --pp 2 --microbatches 2 --schedule zb-h1 --recompute full",
+    "--model llama --tp 2 --kv-heads 2 --cp 2",
     # context parallelism
     "--cp 2",
     "--cp 3 --model llama --zero-stage 2",
@@ -96,7 +96,7 @@ WITHIN_ROUNDING = [
     "--model mixtral --experts 4 --cp 2 --ep 2 --aux-loss 0.5 --recompute full",
     "--model mixtral --experts 4 --dp 4 --tp 2 --ep 4 --zero-stage 2 --sync-every-microbatch --microbatches 2",
     "--model mixtral --experts 8 --dp 4 --tp 2 --ep 4 --sequence-parallel",
-    "--model mixtral --experts 4 --dp 2 --tp 4 --kv-heads 2 --ep 2 --zero-stage 3",
+    "--model mixtral --experts 4 --dp 2 --tp 2 --kv-heads 2 --ep 2 --zero-stage 3",
     "--model mixtral --experts 4 --dp 2 --pp 2 --ep 2 --schedule zb-h1 --microbatches 2",
 ]
 

@@ -24,7 +24,7 @@ from minipar.nn.moe import MoE
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel import placement
 from minipar.parallel.agreement import check_alike
-from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of, terms
+from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of
 from minipar.parallel.split_guards import check_split, note_split
 from minipar.parallel.tensor import layers, tree_layers, vocabulary
 from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
@@ -38,15 +38,13 @@ class Split:
 
     The weight is split along `dim`; it is whole if `dim` is None. Each of the `groups` equal
     stretches of `dim` is split by itself. A layer that `crosses` calls the border's `enter` or
-    `leave`. If it does not, the block that holds it calls them, for several layers together. Of a
-    layer `of_kv_heads` each rank has whole heads, or a copy of one that other ranks have too.
+    `leave`. If it does not, the block that holds it calls them, for several layers together.
     """
 
     dim: int | None
     groups: int
     layer: Callable[..., Module]
     crosses: bool = True
-    of_kv_heads: bool = False
 
 
 # The keys are the last parts of the layers' names. GPT-2's matrices are (in, out), Llama's and
@@ -63,8 +61,8 @@ PLAN = {
     # Llama
     "embed_tokens": Split(0, 1, VocabEmbedding),
     "q_proj": Split(0, 1, ColumnLinear, crosses=False),
-    "k_proj": Split(0, 1, ColumnLinear, crosses=False, of_kv_heads=True),
-    "v_proj": Split(0, 1, ColumnLinear, crosses=False, of_kv_heads=True),
+    "k_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "v_proj": Split(0, 1, ColumnLinear, crosses=False),
     "o_proj": Split(1, 1, RowLinear),
     "gate_proj": Split(0, 1, ColumnLinear, crosses=False),
     "up_proj": Split(0, 1, ColumnLinear, crosses=False),
@@ -80,22 +78,13 @@ PLAN = {
 ROUTER = "gate"
 
 
-def kv_copies(kv_heads: int, ranks: int) -> int:
-    """Return how many ranks have each head of keys and values: one, unless there are more ranks than heads.
-
-    Rank r of t then has the queries r a/t to (r+1) a/t - 1 of a, which all read head r // copies.
-    """
-    return max(1, ranks // kv_heads)
-
-
 def tensor_placement(
-    name: str, shape: Sequence[int], kv_heads: int, rank: int, ranks: int, sequence: bool
+    name: str, shape: Sequence[int], rank: int, ranks: int, sequence: bool
 ) -> TensorPlacement:
     """Return what tensor parallelism does to the serial model's parameter of this name and shape.
 
     A rank has a part of a Shard. It has the whole of a Partial or a Replicate. The ranks' gradients
-    of a Partial, and those of a part that several ranks copy, are terms of a sum. Those of a
-    Replicate are equal.
+    of a Partial are terms of a sum. Those of a Replicate are equal.
     """
     layer, kind = name.split(".")[-2:]  # such as c_attn and weight
     split = PLAN.get(layer)
@@ -104,26 +93,22 @@ def tensor_placement(
         if kind == "bias":
             dim = 0 if split.layer is ColumnLinear else None
         if dim is not None:
-            copies = kv_copies(kv_heads, ranks) if split.of_kv_heads else 1
-            return Shard(
-                rank // copies, ranks // copies, dim, shape[dim], split.groups, copies, rank % copies
-            )
+            return Shard(rank, ranks, dim, shape[dim], split.groups)
     if sequence or layer == ROUTER:
         return Partial(rank, ranks)
     return Replicate(rank, ranks)
 
 
 class TensorParallel(Owner):
-    """The groups over which a model is split, and the sum of gradients of which each rank has a term.
+    """The group over which a model is split, and the sum of gradients of which each rank has a term.
 
-    `groups` are all ranks and, if it is another group, those that have copies of the same heads of
-    keys and values. A step sums these gradients one time. Data parallelism does so if it was given
+    A step sums these gradients one time. Data parallelism does so if it was given
     `before_reduce=tensor.sum_partial`. Otherwise the optimizer that holds the parameters does so
     when it steps.
     """
 
-    def __init__(self, *groups: TensorGroup) -> None:
-        self.groups = groups
+    def __init__(self, group: TensorGroup) -> None:
+        self.group = group
         self.partial: list[Parameter] = []
         self.is_summed = False  # whether this step has summed them
 
@@ -151,19 +136,15 @@ class TensorParallel(Owner):
 
         With sequence parallelism a rank's gradient of a LayerNorm or a row bias covers only its own
         tokens, and a router's gradient always covers only its own columns of the experts. Both are
-        summed over tp. The gradient of a copied head of keys or values covers only the rank's own
-        queries, and is summed over the ranks that have copies. Sends one all-reduce over each group
-        of these gradients' elements.
+        summed over tp. Sends one all-reduce of these gradients' elements.
         """
         self.is_summed = True
-        for group in self.groups:
-            gradients = []
-            for p in parameters:
-                ranks = terms(placement_of(p).tp)
-                if ranks > 1 and ranks == group.size and p.grad is not None:
-                    gradients.append(p.grad)
-            if gradients:
-                sum_together(group, gradients)
+        gradients = []
+        for p in parameters:
+            if isinstance(placement_of(p).tp, Partial) and p.grad is not None:
+                gradients.append(p.grad)
+        if gradients:
+            sum_together(self.group, gradients)
 
 
 def sum_together(group: TensorGroup, gradients: Sequence[Array]) -> None:
@@ -177,18 +158,10 @@ def sum_together(group: TensorGroup, gradients: Sequence[Array]) -> None:
 
 
 def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) -> None:
-    """Raise UsageError if tp does not divide heads, the MLP's columns, or a sequence's tokens.
-
-    Heads of keys and values may also divide tp.
-    """
+    """Raise UsageError if tp does not divide heads, also of keys, the MLP's columns, or a sequence's tokens."""
     reason = "each tensor-parallel rank has whole"
     check_divides("heads/tp", model.n_head, tp, f"{reason} heads")
-    if tp > model.n_kv_head:
-        check_divides(
-            "tp/kv-heads", tp, model.n_kv_head, "as many tensor-parallel ranks copy each head of k and v"
-        )
-    else:
-        check_divides("kv-heads/tp", model.n_kv_head, tp, f"{reason} heads of k and v, or copies of one")
+    check_divides("kv-heads/tp", model.n_kv_head, tp, f"{reason} heads of k and v")
     check_divides("ffn/tp", model.n_inner, tp, f"{reason} columns")
     if tokens is not None:
         check_divides("tokens/tp", tokens, tp, "--sequence-parallel splits seq-len/cp evenly")
@@ -218,22 +191,16 @@ def tensor_parallel(
     check_alike(comm, values, what, "give all ranks the same seed, and load the same state")
     note_split(model, "tensor_parallel", comm)
     group = TensorGroup(comm, reduction, model.dtype, reduce_dtype, tree_leaves)
-    kv_heads = model.config.n_kv_head
-    groups = [group]
-    copies = kv_copies(kv_heads, comm.size)
-    if 1 < copies < comm.size:
-        sharers, _ = comm.split_into(comm.size // copies)
-        groups.append(TensorGroup(sharers, reduction, model.dtype, reduce_dtype))
-    tensor = TensorParallel(*groups)
+    tensor = TensorParallel(group)
     for name, p in model.named_parameters():
         if comm.size == 1:
             break  # the layers are those of several ranks, but nothing is split
-        own = tensor_placement(name, p.shape, kv_heads, comm.rank, comm.size, sequence)
+        own = tensor_placement(name, p.shape, comm.rank, comm.size, sequence)
         if isinstance(own, Shard):
             layers.shard_parameter(p, own)
         else:
             placement.update(p, tp=own)
-        if terms(own) > 1:
+        if isinstance(own, Partial):
             p.owners.append(tensor)
             tensor.partial.append(p)
     border = Border(group, sequence)
@@ -287,7 +254,7 @@ def fill_seams(model: LanguageModel, border: Border) -> None:
                 module.enter = border.enter
         if isinstance(module, SelfAttention):
             module.heads //= group.size
-            module.kv_heads = max(1, module.kv_heads // group.size)
+            module.kv_heads //= group.size
         if isinstance(module, Dropout) and (border.sequence or name.endswith("attn_dropout")):
             # A mask of attention is (B, heads, T, T), and a rank has some of the heads. Any other
             # mask is (B, T, h), and with sequence parallelism a rank has some of the tokens. The T

@@ -28,7 +28,6 @@ MIXTRAL = Mixtral, MixtralConfig(13, 32, 40, 2, 8, 4, LENGTH, num_local_experts=
 MODELS = {
     "llama": llama(),
     "llama, tied": llama(tie_word_embeddings=True),
-    "llama, one head of keys": llama(num_key_value_heads=1),
     "llama, two heads of keys": llama(num_key_value_heads=2),
     "mixtral": MIXTRAL,
 }
@@ -50,7 +49,6 @@ def loss_and_gradients(comm, name, sequence=False, recompute=False):
     if comm:
         tensor.sum_partial(model.parameters())
         assert partial_names(model) == expected_partials(model, sequence)
-        check_copies(comm, model)
     return loss.item(), {name: joined(comm, p, p.grad) if comm else p.grad for name, p in model.named_parameters()}
 
 
@@ -63,16 +61,6 @@ def expected_partials(model, sequence):
     return {name for name, _ in model.named_parameters() if ".gate." in name or (sequence and "norm" in name)}
 
 
-def check_copies(comm, model):
-    """The ranks with copies of a head of keys have the same initial values of it, and the same gradient."""
-    copies = max(1, comm.size // model.config.n_kv_head)
-    for name, p in model.named_parameters():
-        if "k_proj" in name or "v_proj" in name:
-            assert p.placement.tp.copies == copies
-            held = comm.all_gather_bytes(p.data.tobytes() + p.grad.tobytes())
-            assert [held.index(each) for each in held] == [rank - rank % copies for rank in range(comm.size)]
-
-
 @pytest.mark.parametrize(
     ("name", "tp", "sequence", "recompute"),
     [
@@ -80,13 +68,10 @@ def check_copies(comm, model):
         ("llama", 4, True, True),
         ("llama, tied", 2, True, False),
         ("llama, tied", 4, False, False),
-        ("llama, one head of keys", 2, True, False),
-        ("llama, one head of keys", 8, False, False),
-        ("llama, two heads of keys", 4, False, False),
-        ("llama, two heads of keys", 8, True, False),
+        ("llama, two heads of keys", 2, True, False),
         ("mixtral", 2, False, True),
         ("mixtral", 4, True, False),
-        ("mixtral", 8, True, True),
+        ("mixtral", 4, True, True),
     ],
 )
 def test_loss_and_gradients_are_one_devices(name, tp, sequence, recompute):
@@ -97,21 +82,21 @@ def test_loss_and_gradients_are_one_devices(name, tp, sequence, recompute):
             assert relative_difference(gradient, expected[key]) <= 1e-12, key
 
 
-def test_an_optimizer_without_a_wrapper_sums_the_copies():
+def test_an_optimizer_without_a_wrapper_sums_partial_gradients():
     """Tensor parallelism alone: the optimizer asks for the sum before it steps."""
 
     def updated(comm):
         kind, config = MODELS["llama, two heads of keys"]
         model = kind(config, seed=4, dtype="float64")
         if comm:
-            tensor_parallel(model, comm)
+            tensor_parallel(model, comm, sequence=True)
         optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-4)
         loss_of(model).backward()
         optimizer.step()
         return {name: joined(comm, p, p.data) if comm else p.data for name, p in model.named_parameters()}
 
     expected = updated(None)
-    for values in run_local(8, updated):
+    for values in run_local(2, updated):
         assert all(relative_difference(values[name], expected[name]) <= 1e-12 for name in expected)
 
 
@@ -129,7 +114,7 @@ def test_each_rank_has_columns_of_every_expert():
     ("tp", "equation", "config"),
     [
         (3, "4/3", LlamaConfig(13, 48, 48, 1, 24, 4, LENGTH)),
-        (6, "6/4", LlamaConfig(13, 48, 48, 1, 24, 4, LENGTH)),
+        (6, "4/6", LlamaConfig(13, 48, 48, 1, 24, 4, LENGTH)),
         (4, "42/4", LlamaConfig(13, 32, 42, 1, 8, 4, LENGTH)),
         (4, "42/4", MixtralConfig(13, 32, 42, 1, 8, 4, LENGTH)),
     ],
@@ -140,7 +125,7 @@ def test_ranks_that_cannot_share_a_layer_are_refused(tp, equation, config):
         run_local(tp, lambda comm: tensor_parallel(kind(config), comm))
 
 
-@pytest.mark.parametrize(("tp", "kv_heads", "sequence"), [(1, 4, False), (2, 4, True), (4, 2, False), (8, 1, True)])
+@pytest.mark.parametrize(("tp", "kv_heads", "sequence"), [(1, 4, False), (2, 4, True), (4, 4, False), (8, 8, True)])
 def test_a_layer_keeps_what_the_planner_says(tp, kv_heads, sequence):
     """The planner's elements of each token, and the angles of the positions, which are no sample's."""
 

@@ -220,10 +220,9 @@ def test_shapes_that_do_not_divide_are_refused_with_the_equation():
     check_shape(shape, 3)
     check_shape(shape, 3, 9)
     check_shape(llama, 4)
-    check_shape(replace(llama, intermediate_size=24), 12)  # three ranks with each head
     for refused, tp, tokens, equation in (
         (shape, 4, None, "6/4"),
-        (llama, 6, None, "6/4"),
+        (llama, 6, None, "4/6"),
         (llama, 3, None, "4/3"),
         (replace(llama, intermediate_size=30), 4, None, "30/4"),
         (shape, 3, 8, "8/3"),
