@@ -124,13 +124,14 @@ class Module:
         """
         check_holds_values(self.parameters(), "load the state before wrapping the model")
         parameters = dict(self.named_parameters())
-        problems = [f"{name} is unexpected" for name in state if name not in parameters]
+        problems = []
         for name, parameter in parameters.items():
             if name not in state:
                 problems.append(f"{name} is missing")
             elif state[name].shape != parameter.shape:
                 shape = tuple(state[name].shape)
                 problems.append(f"{name} has shape {shape}, expected {parameter.shape}")
+        problems += [f"{name} is unexpected" for name in state if name not in parameters]
         if problems:
             others = f"; {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise ValueError("; ".join(problems[:SHOWN]) + others)

@@ -141,7 +141,7 @@ LAYOUTS = [
     "--dp 2 --cp 2 --ep 2 --tp 2 --global-batch 4 --zero-stage 1 --sequence-parallel --clip-grad 0.5",
     "--dp 3 --ep 3 --experts 30 --top-k 1 --global-batch 6 --microbatches 2",  # most experts have no tokens
     "--dp 2 --ep 2 --top-k 12 --global-batch 4 --zero-stage 2",  # k = E
-    "--dp 2 --tp 4 --sequence-parallel --ep 2 --global-batch 4 --aux-loss 0.5 --recompute full",
+    "--dp 2 --tp 2 --sequence-parallel --ep 2 --global-batch 4 --aux-loss 0.5 --recompute full",
 ]
 
 
@@ -186,7 +186,7 @@ class Routed(Trainer):
     [
         "--dp 3 --ep 3 --global-batch 6 --microbatches 2 --clip-grad 0.5",
         "--dp 4 --ep 2 --global-batch 4 --recompute full --zero-stage 2",
-        "--dp 2 --tp 4 --ep 2 --global-batch 4 --sequence-parallel --clip-grad 0.5",
+        "--dp 2 --tp 2 --ep 2 --global-batch 4 --sequence-parallel --clip-grad 0.5",
     ],
 )
 def test_a_steps_bytes_over_ep_are_those_of_its_routing(layout):
@@ -242,7 +242,7 @@ def test_a_rank_holds_all_but_experts_and_its_share_of_them(stage):
     [
         ("--dp 4 --ep 2 --zero-stage 3", "--dp 3 --ep 3"),
         ("--dp 2 --pp 3 --ep 2", "--dp 2 --tp 2 --sequence-parallel --ep 2 --zero-stage 3"),
-        ("--tp 4 --sequence-parallel", ""),
+        ("--tp 2 --sequence-parallel", ""),
     ],
 )
 def test_a_checkpoint_moves_between_meshes_of_experts(tmp_path, before, after):
