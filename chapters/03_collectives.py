@@ -483,7 +483,7 @@ if rank == 0:
 # \text{halving: } ((a_0 + a_4) + (a_2 + a_6)) + ((a_1 + a_5) + (a_3 + a_7)).$$
 
 # %%
-import minipar.parallel.tree_collectives  # noqa: F401 adds the algorithm "tree"
+import minipar.more.tree.tree_collectives  # noqa: F401 adds the algorithm "tree"
 from minipar.comm import ALGORITHMS
 
 everybody = [contribution(r, n) for r in range(p)]

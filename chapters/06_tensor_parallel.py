@@ -354,7 +354,7 @@ tensor_parallel(model, comm)
 theirs = dict(serial.h[0].named_parameters())
 cuts = {}
 for name, parameter in theirs.items():
-    placement = tensor_placement(name, parameter.shape, rank, t, sequence=False)
+    placement = tensor_placement(PLAN, name, parameter.shape, rank, t, sequence=False)
     if isinstance(placement, Shard):
         cuts[name] = placement.dim, placement.groups
 for name, parameter in model.h[0].named_parameters():
@@ -544,7 +544,7 @@ say(f"c_proj over {t} ranks = one device that adds {t} blocks in rank order, bit
 
 # %%
 from chapters.support.ch06.plain import differing, in_leaves, in_one_product
-from minipar.parallel.tree import tree_sum
+from minipar.more.tree.tree_sums import tree_sum
 
 if rank == 0:
     show_source(in_one_product, in_leaves, tree_sum)

@@ -829,9 +829,9 @@ say("the library's attend and attend_backward = ours")
 from functools import partial
 
 from minipar.autograd import Tensor, causal_attention
-from minipar.parallel.context import METHODS, AllGatherAttention, RingAttention, block_attention
-from minipar.parallel.token_order import ContextParallel, visible
-from minipar.parallel.ulysses import UlyssesAttention
+from minipar.more.context.context_parallel import METHODS, AllGatherAttention, RingAttention, block_attention
+from minipar.more.context.token_order import ContextParallel, visible
+from minipar.more.context.ulysses import UlyssesAttention
 
 if rank == 0:
     show_source(visible, RingAttention.backward)

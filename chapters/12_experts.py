@@ -77,7 +77,7 @@ if rank == 0:
 # they are those that one token *uses*. The router is whole in both: it must look at all experts to choose.
 
 # %%
-from minipar.nn import Mixtral, MixtralConfig
+from minipar.more.experts.mixtral import Mixtral, MixtralConfig
 
 L, V = 32, 32_000  # layers; tokens in the vocabulary
 h, h_kv, f = 4096, 1024, 14_336  # elements of a token, of its keys, and inside an expert
@@ -464,7 +464,7 @@ say(f"with even routing {comm.traffic.bytes():,} bytes = 4 k N h (P-1)/P values 
 
 # %%
 from minipar.comm import DeviceMesh
-from minipar.parallel.expert import ExpertParallel, expert_parallel
+from minipar.more.experts.expert_parallel import ExpertParallel, expert_parallel
 
 if rank == 0:
     show_source(ExpertParallel.run)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, Self
 
 import numpy as np
 
-from minipar.autograd import rules
+import minipar.autograd.rules as rules
 from minipar.autograd.backward import Node, node_numbers, run_backward, unbroadcast
 from minipar.autograd.modes import grad_enabled
 from minipar.autograd.rules import Dims, Gradient, Gradients, LazyGradient

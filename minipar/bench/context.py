@@ -18,14 +18,15 @@ import argparse
 
 import numpy as np
 
-from minipar.autograd import Tensor, causal_attention
+from minipar.autograd.attention import causal_attention
+from minipar.autograd.tensor import Tensor
 from minipar.backend import from_host
 from minipar.bench import check_positive, largest, publish
 from minipar.comm.clock import CpuClock
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.parallel.context import RingAttention, block_attention
-from minipar.parallel.token_order import ORDERS, ContextParallel, check_length
+from minipar.more.context.context_parallel import RingAttention, block_attention
+from minipar.more.context.token_order import ORDERS, ContextParallel, check_length
 
 WIDTH = 64  # elements of a head
 

@@ -27,7 +27,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.comm.threads import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.nn import MixtralConfig
+from minipar.more.experts.mixtral import MixtralConfig
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.memory import precision_of
 from minipar.parallel.pipeline.actions import Schedule

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor
+from minipar.autograd.tensor import Tensor
 from minipar.bench import publish
 from minipar.bench.costs import BLOCK, BLOCKS, SUMS, Shape, fit, fit_costs
 from minipar.comm.clock import Network

@@ -11,11 +11,10 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from minipar.autograd import Function, LazyGradient, Tensor
 from minipar.autograd.mapping import Mapping as MappingFunction
 from minipar.autograd.recompute import CheckpointFunction
-from minipar.autograd.rules import Gradients
-from minipar.autograd.tensor import node_wrappers
+from minipar.autograd.rules import Gradients, LazyGradient
+from minipar.autograd.tensor import Function, Tensor, node_wrappers
 from minipar.backend import Array, xp
 from minipar.memory import hold
 from minipar.nn.optim import AdamW

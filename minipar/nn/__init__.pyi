@@ -10,13 +10,8 @@ from .layers import Linear as Linear
 from .layers import MaskSlice as MaskSlice
 from .layers import RMSNorm as RMSNorm
 from .layers import dropping as dropping
-from .llama import Llama as Llama
-from .llama import LlamaConfig as LlamaConfig
 from .module import Module as Module
 from .module import Segment as Segment
-from .moe import Mixtral as Mixtral
-from .moe import MixtralConfig as MixtralConfig
-from .moe import MoE as MoE
 from .optim import SGD as SGD
 from .optim import AdamW as AdamW
 from .optim import Optimizer as Optimizer

@@ -20,7 +20,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear
+from minipar.autograd.attention import causal_attention
+from minipar.autograd.fused import cross_entropy_sum, gelu, linear
+from minipar.autograd.recompute import checkpoint
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.nn.layers import Dropout, Embedding, LayerNorm, Linear
 from minipar.nn.module import Module, Segment, array_of

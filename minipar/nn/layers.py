@@ -15,7 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike
 
-from minipar.autograd import Tensor, check_ids, dropout, embedding, layer_norm, linear, randomness, rms_norm
+from minipar.autograd.checks import check_ids
+from minipar.autograd.fused import dropout, embedding, layer_norm, linear, rms_norm
+from minipar.autograd.modes import randomness
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, from_host, setting, xp
 from minipar.errors import UsageError
 from minipar.nn.module import Module

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd import IGNORE_INDEX, Tensor
+from minipar.autograd.checks import IGNORE_INDEX
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, from_host, to_host, xp
 from minipar.nn.parameter import Parameter, check_holds_values, owners_of, zero_grad
 

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from minipar.autograd import Tensor
 from minipar.autograd.backward import node_numbers
-from minipar.autograd.tensor import node_wrappers
+from minipar.autograd.tensor import Tensor, node_wrappers
 from minipar.backend import Array, xp
 from minipar.errors import UsageError
 

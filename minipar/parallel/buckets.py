@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
-from minipar.autograd import Tensor
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.comm.algorithms import chunk_bounds
 from minipar.comm.communicator import Communicator

@@ -6,7 +6,8 @@ A chunk holds shards of parameters. The optimizer updates these shards.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minipar.autograd import Tensor, mapping
+from minipar.autograd.mapping import mapping
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array
 from minipar.comm.work import Work
 from minipar.memory import allocate

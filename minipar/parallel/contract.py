@@ -8,7 +8,8 @@ gradients are summed, gradients that are used twice, and an optimizer of the wro
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from minipar.autograd import Tensor, queue_callback
+from minipar.autograd.backward import queue_callback
+from minipar.autograd.tensor import Tensor
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError

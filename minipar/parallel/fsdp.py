@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minipar.autograd import grad_enabled, queue_callback
+from minipar.autograd.backward import queue_callback
+from minipar.autograd.modes import grad_enabled
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work

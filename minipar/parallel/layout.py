@@ -12,7 +12,7 @@ from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.model import balanced_cuts, segment_groups
 from minipar.parallel.placement import BucketSlice, Placement
 from minipar.parallel.placement_table import Placements
-from minipar.parallel.tensor.plan import tensor_placement
+from minipar.parallel.tensor.plan import plan_of, tensor_placement
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,7 @@ class StepLayout:
         replica, shard = divmod(own, self.shards)
         model = self.model.build(seed=None)
         names = {p: name for name, p in model.named_parameters()}
+        plan = plan_of(model)
         units = by_unit(model) if self.schedule is None else segment_groups(model)
         placed = Placements()
         for i, unit in enumerate(units):
@@ -166,7 +167,7 @@ class StepLayout:
             for p in unit:
                 placement = Placement(names[p], p.shape, pp=pp, unit=i, units=len(units))
                 if self.tp > 1:
-                    over_tp = tensor_placement(names[p], p.shape, tp, self.tp, self.sequence_parallel)
+                    over_tp = tensor_placement(plan, names[p], p.shape, tp, self.tp, self.sequence_parallel)
                     placement = replace(placement, tp=over_tp)
                 holder = self.expert_rank(names[p])
                 if holder is None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
-from minipar.autograd import Tensor
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from minipar.autograd import Tensor
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate

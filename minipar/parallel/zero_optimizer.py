@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from minipar.autograd import Tensor, grad_enabled
+from minipar.autograd.modes import grad_enabled
+from minipar.autograd.tensor import Tensor
 from minipar.comm.communicator import Communicator
 from minipar.nn.optim import Optimizer, check_gradients
 from minipar.nn.parameter import Owner, Parameter, owners_of, zero_grad

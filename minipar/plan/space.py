@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import product
 from math import isqrt
 
-from minipar.parallel.context import METHODS
+from minipar.more.context.context_parallel import METHODS
+from minipar.more.context.token_order import check_length
 from minipar.parallel.memory import STAGES, Precision
-from minipar.parallel.token_order import check_length
 from minipar.plan.cluster import Cluster
 from minipar.plan.layout import PRECISIONS, Layout, check_experts
 from minipar.plan.model import RECOMPUTE, ModelShape

@@ -8,10 +8,10 @@ from functools import partial
 from minipar.cli import UsageParser
 from minipar.comm.mesh import mesh_shape
 from minipar.errors import UsageError, check_divides
+from minipar.more.context.context_parallel import METHODS
+from minipar.more.experts.mixtral import MixtralConfig
+from minipar.more.llama import LlamaConfig
 from minipar.nn.gpt import GPTConfig, TransformerConfig
-from minipar.nn.llama import LlamaConfig
-from minipar.nn.moe import MixtralConfig
-from minipar.parallel.context import METHODS
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.train.checkpoint import newest, read_run
 from minipar.train.pretrained import load_config

@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 
 from minipar.comm.mesh import DeviceMesh
+from minipar.more.context.context_parallel import context_parallel
+from minipar.more.context.token_order import ContextParallel
+from minipar.more.experts.expert_parallel import expert_parallel
 from minipar.more.hybrid import HybridComm
+from minipar.more.tree.tree_layers import tree_parallel
+from minipar.more.tree.tree_sums import leaf_count
 from minipar.nn.gpt import LanguageModel
 from minipar.parallel.buckets import by_unit
-from minipar.parallel.context import context_parallel
-from minipar.parallel.expert import expert_parallel
 from minipar.parallel.pipeline.model import PipelineParallel, segment_groups
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage
 from minipar.parallel.tensor.plan import TensorParallel, tensor_parallel
-from minipar.parallel.token_order import ContextParallel
-from minipar.parallel.tree import leaf_count
 from minipar.parallel.wrap import shard
 from minipar.parallel.wrapper import DataParallel
 
@@ -44,10 +45,12 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     # Tensor parallelism: each rank of tp keeps a part of every layer. With sequence parallelism some gradients on a
     # rank come from a part of the tokens alone: `tensor.sum_partial` sums these over tp, before dp sums them.
     # With "tree", one rank too computes the layers in leaves, as any number of ranks would.
+    sequence = args.sequence_parallel
     tensor = None
-    leaves = leaf_count(model.config, args.seq_len) if args.reduction == "tree" else 0
-    if mesh.tp.size > 1 or leaves:
-        tensor = tensor_parallel(model, mesh.tp, args.reduction, args.sequence_parallel, sum_dtype, leaves)
+    if args.reduction == "tree":
+        tensor = tree_parallel(model, mesh.tp, leaf_count(model.config, args.seq_len), sequence)
+    elif mesh.tp.size > 1:
+        tensor = tensor_parallel(model, mesh.tp, args.reduction, sequence, reduce_dtype=sum_dtype)
 
     # Expert parallelism: each rank of ep keeps some experts of every layer. Their gradients are summed over edp, the
     # ranks that hold the same experts, and all other gradients over dp x cp.
@@ -83,7 +86,7 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     )
 
     tokens = args.seq_len // mesh.cp.size
-    if args.sequence_parallel:
+    if sequence:
         tokens //= mesh.tp.size
     shape = (args.global_batch // (args.dp * args.microbatches), tokens, args.hidden)  # (B, T/c/t, h)
     executor = PipelineExecutor(schedule, mesh.pp, stages, shape, np.dtype(args.dtype))

@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from minipar.errors import UsageError
+from minipar.more.experts.mixtral import MixtralConfig
+from minipar.more.llama import LlamaConfig
 from minipar.nn.gpt import GPT, GPTConfig, LanguageModel, TransformerConfig
-from minipar.nn.llama import LlamaConfig
-from minipar.nn.moe import MixtralConfig
 
 CONFIGS: dict[str, type[GPTConfig | LlamaConfig]] = {
     "gpt2": GPTConfig,

@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 
 from minipar import memory
-from minipar.autograd import Tensor, flop_counter, no_grad
+from minipar.autograd.fused import flop_counter
+from minipar.autograd.modes import no_grad
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, from_host, wait_for_device, xp
 from minipar.comm.clock import ModelClock
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError
+from minipar.more.experts.mixtral import scale_auxiliary_loss
 from minipar.more.precision import MixedPrecisionAdamW, enable_two_bytes
 from minipar.nn.gpt import LanguageModel
 from minipar.nn.layers import DropoutKeys, dropping
-from minipar.nn.moe import scale_auxiliary_loss
 from minipar.nn.optim import learning_rate
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import placement_of

@@ -6,10 +6,10 @@ import numpy as np
 
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError
-from minipar.more.leaves import LeafGradients
-from minipar.parallel import exact_norm
+from minipar.more.tree import exact_norm
+from minipar.more.tree.leaves import LeafGradients
+from minipar.more.tree.tree_sums import is_power_of_two, leaf_count, tree_sum
 from minipar.parallel.pipeline.actions import Action
-from minipar.parallel.tree import is_power_of_two, leaf_count, tree_sum
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
 

@@ -17,7 +17,7 @@ from minipar.autograd import (
     rms_norm,
 )
 from minipar.autograd.gradcheck import gradcheck
-from minipar.nn.llama import rotary, swiglu
+from minipar.more.llama import rotary, swiglu
 
 RANDOM = np.random.Generator(np.random.Philox(2))
 TARGETS = np.array([[0, 4, -100], [2, 2, 1]])

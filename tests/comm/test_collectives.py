@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transports import Done, Wrapped
 
-import minipar.parallel.tree_collectives  # noqa: F401 adds an algorithm
+import minipar.more.tree.tree_collectives  # noqa: F401 adds an algorithm
 from minipar.comm import ALGORITHMS, Communicator, chunk_bounds, messages, run_local, wire_bytes
 from minipar.comm.communicator import choose
 from minipar.comm.traffic import sent

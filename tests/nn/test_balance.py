@@ -7,8 +7,7 @@ import pytest
 
 from minipar.autograd import Tensor, checkpoint, flop_counter, no_grad
 from minipar.autograd.gradcheck import gradcheck
-from minipar.nn import Mixtral, MixtralConfig
-from minipar.nn.moe import moe_layers
+from minipar.more.experts.mixtral import Mixtral, MixtralConfig, moe_layers
 
 E, H = 5, 8
 RANDOM = np.random.Generator(np.random.Philox(33))

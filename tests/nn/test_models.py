@@ -7,8 +7,9 @@ import pytest
 
 from minipar.autograd import Tensor, flop_counter
 from minipar.autograd.gradcheck import gradcheck
-from minipar.nn import GPTConfig, Llama, LlamaConfig, MixtralConfig
-from minipar.nn.llama import Block
+from minipar.more.experts.mixtral import MixtralConfig
+from minipar.more.llama import Block, Llama, LlamaConfig
+from minipar.nn import GPTConfig
 
 GPT2 = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)
 LLAMA = LlamaConfig(11, 8, 12, 2, 4, 2, 6)

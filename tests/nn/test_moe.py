@@ -7,8 +7,8 @@ import pytest
 
 from minipar.autograd import Tensor
 from minipar.autograd.gradcheck import gradcheck
-from minipar.nn import AdamW, Mixtral, MixtralConfig, MoE
-from minipar.nn.moe import rows_by_expert
+from minipar.more.experts.mixtral import Mixtral, MixtralConfig, MoE, rows_by_expert
+from minipar.nn import AdamW
 
 SMALL = MixtralConfig(11, 8, 12, 2, 4, 2, 6, num_local_experts=4, num_experts_per_tok=2)
 

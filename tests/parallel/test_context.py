@@ -13,12 +13,18 @@ from minipar.comm import Communicator, DeviceMesh, run_local
 from minipar.comm.clock import Network
 from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
+from minipar.more.context.context_parallel import (
+    METHODS,
+    AllGatherAttention,
+    RingAttention,
+    block_attention,
+    context_parallel,
+)
+from minipar.more.context.token_order import ORDERS, ContextParallel, visible
+from minipar.more.context.ulysses import UlyssesAttention
 from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
-from minipar.parallel.context import METHODS, AllGatherAttention, RingAttention, block_attention, context_parallel
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.tensor.plan import tensor_parallel
-from minipar.parallel.token_order import ORDERS, ContextParallel, visible
-from minipar.parallel.ulysses import UlyssesAttention
 
 B, HEADS, SIZE = 2, 8, 4
 RANDOM = np.random.Generator(np.random.Philox(61))

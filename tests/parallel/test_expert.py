@@ -15,8 +15,9 @@ from minipar.bench.layouts import step_layout
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.nn import SGD, Mixtral, MixtralConfig, MoE
-from minipar.parallel.expert import expert_parallel
+from minipar.more.experts.expert_parallel import expert_parallel
+from minipar.more.experts.mixtral import Mixtral, MixtralConfig, MoE
+from minipar.nn import SGD
 from minipar.parallel.memory import FLOAT64, model_state
 from minipar.parallel.wrap import shard
 from minipar.train import checkpoint

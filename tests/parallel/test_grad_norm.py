@@ -9,7 +9,7 @@ from training import config_for, ranks_of, trainer_for
 
 from minipar.comm import run_local, serial, wire_bytes
 from minipar.errors import UsageError
-from minipar.parallel import exact_norm
+from minipar.more.tree import exact_norm
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import elements_of, placement_of
 from minipar.parallel.state import local_part

@@ -15,7 +15,8 @@ from training import ranks_of, trainer_for
 
 from minipar.bench.layouts import step_layout
 from minipar.comm import run_local, wire_bytes
-from minipar.nn import GPTConfig, LlamaConfig
+from minipar.more.llama import LlamaConfig
+from minipar.nn import GPTConfig
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.traffic import bucket_elements, end_gathers, pp_bytes, predicted_traffic, tp_bytes

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from minipar.nn import GPTConfig, LlamaConfig
-from minipar.parallel import tree
+from minipar.more.llama import LlamaConfig
+from minipar.more.tree import tree_sums as tree
+from minipar.nn import GPTConfig
 
 RANDOM = np.random.Generator(np.random.Philox(17))
 

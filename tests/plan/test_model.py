@@ -5,7 +5,9 @@ import json
 import pytest
 
 from minipar.errors import UsageError
-from minipar.nn import GPTConfig, LlamaConfig, MixtralConfig
+from minipar.more.experts.mixtral import MixtralConfig
+from minipar.more.llama import LlamaConfig
+from minipar.nn import GPTConfig
 from minipar.plan.model import MODELS, ModelShape, find_model, utilization
 from minipar.train.pretrained import save_pretrained
 

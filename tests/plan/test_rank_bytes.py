@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 from planning import layout
 
-from minipar.nn import LlamaConfig
+from minipar.more.llama import LlamaConfig
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.actions import peak_live
 from minipar.parallel.pipeline.schedules import make

@@ -25,11 +25,11 @@ from chapters.support.pipeline_runs import gradients_on_one_device
 from chapters.support.whole_runs import relative_difference
 from minipar.autograd import Tensor
 from minipar.comm import DeviceMesh, chunk_bounds, run_local, wire_bytes
-from minipar.parallel.context import RingAttention, block_attention
+from minipar.more.context.context_parallel import RingAttention, block_attention
+from minipar.more.context.token_order import ContextParallel
 from minipar.parallel.pipeline.actions import Schedule, parse_action, simulate
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.token_order import ContextParallel
 from minipar.plan.layout import MEGATRON, Layout
 from minipar.plan.model import find_model
 from minipar.plan.rank_bytes import layer_activations, memory

@@ -16,8 +16,8 @@ from minipar.autograd import (
     stack,
     where,
 )
+from minipar.more.llama import swiglu
 from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm
-from minipar.nn.llama import swiglu
 
 RANDOM = np.random.Generator(np.random.Philox(10))
 F = torch.nn.functional

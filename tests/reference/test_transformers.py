@@ -23,8 +23,9 @@ from transformers.models.mixtral import modeling_mixtral
 from minipar.autograd import Tensor
 from minipar.comm import run_local
 from minipar.generate import generate
-from minipar.nn import GPT, GPTConfig, LlamaConfig, MixtralConfig
-from minipar.nn.moe import moe_layers
+from minipar.more.experts.mixtral import MixtralConfig, moe_layers
+from minipar.more.llama import LlamaConfig
+from minipar.nn import GPT, GPTConfig
 from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.train.pretrained import load_pretrained, save_pretrained
 

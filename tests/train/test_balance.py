@@ -8,7 +8,7 @@ from training import bits, config_for, one_device, ranks_of, trainer_for
 from minipar.autograd import no_grad
 from minipar.bench.layouts import step_layout
 from minipar.comm import run_local
-from minipar.nn.moe import moe_layers
+from minipar.more.experts.mixtral import moe_layers
 from minipar.parallel.traffic import predicted_traffic
 
 E = 6

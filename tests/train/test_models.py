@@ -11,7 +11,7 @@ from training import bits, config_for, on_each_rank, ranks_of, run_until, traine
 from chapters.support.whole_runs import relative_difference
 from minipar.bench.layouts import step_layout
 from minipar.comm import run_local
-from minipar.nn import Llama, LlamaConfig
+from minipar.more.llama import Llama, LlamaConfig
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.flags import parse
 from minipar.train.pretrained import load_config, load_pretrained, save_pretrained

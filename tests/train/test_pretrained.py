@@ -12,7 +12,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig, Llama, LlamaConfig, MixtralConfig
+from minipar.more.experts.mixtral import MixtralConfig
+from minipar.more.llama import Llama, LlamaConfig
+from minipar.nn import GPT, GPTConfig
 from minipar.train.pretrained import load_config, load_pretrained, save_pretrained
 
 SMALL = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)

@@ -10,7 +10,8 @@ from combinations import TEXT, config_of, equals_one_device, reference
 from training import run_until
 from tree_cases import tree_flags
 
-from minipar.parallel import exact_norm, tree
+from minipar.more.tree import exact_norm
+from minipar.more.tree import tree_sums as tree
 
 LAYOUTS = [
     ("gpt2", "--dp 8 --zero-stage 1 --zero-replicas 2"),

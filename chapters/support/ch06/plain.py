@@ -6,7 +6,7 @@ import numpy as np
 
 from minipar.autograd import Tensor, causal_attention
 from minipar.comm import Communicator, run_local
-from minipar.parallel.tree import tree_sum
+from minipar.more.tree.tree_sums import tree_sum
 
 LEAVES = 8
 

@@ -17,8 +17,8 @@ from matplotlib.patches import Polygon, Rectangle
 from chapters.support.animate import messages_of
 from chapters.support.draw import RANKS, box
 from minipar.comm import Communicator
-from minipar.parallel.context import RingAttention
-from minipar.parallel.token_order import ContextParallel
+from minipar.more.context.context_parallel import RingAttention
+from minipar.more.context.token_order import ContextParallel
 from visualize.style import GREY, INK, PAPER, Picture, ink_on, picture
 
 TOKENS = 2  # of each rank

@@ -5,7 +5,7 @@ import numpy as np
 from chapters.support.training import parsed, text_for, trainer_for
 from minipar.autograd import Tensor
 from minipar.comm import serial
-from minipar.nn.moe import MoE, moe_layers
+from minipar.more.experts.mixtral import MoE, moe_layers
 
 MODEL = "--model mixtral --layers 2 --hidden 32 --heads 4 --seq-len 32"
 RUN = "--global-batch 16 --lr 5e-3 --steps 200"

@@ -70,7 +70,7 @@ from minipar.comm import Communicator, run_local
 from minipar.compare.differences import as_text, compare
 from minipar.compare.recorder import Recorder
 from minipar.compare.records import read_run, read_step
-from minipar.parallel import context
+from minipar.more.context import context_parallel as context
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import Replicate
 from minipar.train.data import Tokens

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from minipar.autograd import Tensor, grad_enabled
+from minipar.autograd.modes import grad_enabled
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh

@@ -7,7 +7,8 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from minipar.autograd import DeferredGradients, Tensor, defer_weight_gradients
+from minipar.autograd.backward import DeferredGradients, defer_weight_gradients
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.transport import USER_TAGS

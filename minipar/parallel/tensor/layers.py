@@ -11,7 +11,8 @@ their values by this rank's part before. plan.py makes the parallel layers of mi
 user_layers.py those of a user's own model.
 """
 
-from minipar.autograd import Tensor, embedding, linear
+from minipar.autograd.fused import embedding, linear
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.nn.layers import Embedding, Linear, as_tensor
 from minipar.nn.module import Module

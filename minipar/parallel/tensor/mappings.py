@@ -24,22 +24,18 @@ from functools import partial
 
 from numpy.typing import DTypeLike
 
-from minipar.autograd import Tensor, mapping
+from minipar.autograd.mapping import mapping
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.parallel.placement import Shard
-from minipar.parallel.tree import column_sums
-
-# The algorithm of a gather, by that of the sums. A gather adds nothing, so each gives the same bits.
-GATHER = {"ring": "ring", "ordered": "pairwise", "tree": "pairwise"}
 
 
 class TensorGroup:
     """The ranks that share each layer: their communicator, and the algorithm of their sums.
 
     The algorithm `reduction` is "ring" or "ordered". Sums travel in `reduce_dtype`, by default in
-    float32 at least. Gathered activations travel in `dtype`, by default in their own. With K leaves
-    in all, `tree_leaves`, the algorithm is "tree", and each rank has K/t of them (tree.py).
+    float32 at least. Gathered activations travel in `dtype`, by default in their own.
     """
 
     def __init__(
@@ -48,7 +44,6 @@ class TensorGroup:
         reduction: str = "ring",
         dtype: DTypeLike | None = None,
         reduce_dtype: DTypeLike | None = None,
-        tree_leaves: int = 0,
     ) -> None:
         self.comm = comm
         self.reduction = reduction
@@ -56,8 +51,8 @@ class TensorGroup:
         self.reduce_dtype = reduce_dtype
         self.rank = comm.rank
         self.size = comm.size  # the number of ranks
-        # This rank's leaves; 0 without trees.
-        self.leaves = tree_leaves // comm.size
+        # A gather adds nothing, so each algorithm gives the same bits.
+        self.gathering = "ring" if reduction == "ring" else "pairwise"
 
     def shard(self, dim: int, size: int, groups: int = 1) -> Shard:
         """Return the placement of a parameter that is split along `dim`.
@@ -81,8 +76,6 @@ class TensorGroup:
 
     def row_sums(self, x: Array) -> Array:
         """Add up this rank's columns of each row: (N, V/t) -> (N,)."""
-        if self.leaves:
-            return column_sums(x, self.leaves)
         return x.sum(axis=-1)
 
     def part(self, x: Array, dim: int) -> Array:
@@ -98,7 +91,7 @@ class TensorGroup:
     def gather(self, x: Array, dim: int) -> Array:
         """Join the parts of all ranks along `dim`. All parts have the shape of x."""
         sent = xp.ascontiguousarray(x, dtype=self.dtype)
-        gathered = self.comm.all_gather(sent, algorithm=GATHER[self.reduction])
+        gathered = self.comm.all_gather(sent, algorithm=self.gathering)
         parts = gathered.reshape(self.size, *x.shape)
         whole = xp.concatenate(list(parts), axis=dim)
         return whole.astype(x.dtype, copy=False)

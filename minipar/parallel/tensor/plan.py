@@ -7,7 +7,7 @@ a rank's own columns, so the only communication of forward is one sum at the end
 its sum is a reduce-scatter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,20 +16,17 @@ from numpy.typing import DTypeLike
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides
-from minipar.nn import llama
 from minipar.nn.gpt import LanguageModel, SelfAttention, TransformerConfig
-from minipar.nn.layers import Dropout, Embedding, Linear, MaskSlice
+from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.module import Module
-from minipar.nn.moe import MoE
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel import placement
 from minipar.parallel.agreement import check_alike
 from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of
 from minipar.parallel.split_guards import check_split, note_split
-from minipar.parallel.tensor import layers, tree_layers, vocabulary
+from minipar.parallel.tensor import layers, vocabulary
 from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
 from minipar.parallel.tensor.mappings import TensorGroup
-from minipar.parallel.tree import check_tree
 
 
 @dataclass(frozen=True)
@@ -38,48 +35,41 @@ class Split:
 
     The weight is split along `dim`; it is whole if `dim` is None. Each of the `groups` equal
     stretches of `dim` is split by itself. A layer that `crosses` calls the border's `enter` or
-    `leave`. If it does not, the block that holds it calls them, for several layers together.
+    `leave`. If it does not, the block that holds it calls them, for several layers together. Of a
+    layer that `adds_terms` each rank computes a term of the gradient. A layer is None if the serial
+    one stays.
     """
 
     dim: int | None
     groups: int
-    layer: Callable[..., Module]
+    layer: Callable[..., Module] | None
+    splits_bias: bool = False
     crosses: bool = True
+    adds_terms: bool = False
 
 
-# The keys are the last parts of the layers' names. GPT-2's matrices are (in, out), Llama's and
-# Mixtral's are (out, in). The bias of a column layer is split as its columns are, and the bias of a
-# row layer is whole. c_attn holds the columns of q, of k and of v next to each other. Each of the
-# three is split by itself, so that a rank gets whole heads.
+Plan = Mapping[str, Split]
+
+# GPT-2's plan. The keys are the last parts of the layers' names, and the matrices are (in, out). The
+# bias of a column layer is split as its columns are, and the bias of a row layer is whole. c_attn
+# holds the columns of q, of k and of v next to each other. Each of the three is split by itself, so
+# that a rank gets whole heads. Another model brings its own plan, as `tensor_plan`.
 PLAN = {
-    # GPT-2
     "wte": Split(0, 1, VocabEmbedding),
     "wpe": Split(None, 1, layers.PositionEmbedding),
-    "c_attn": Split(1, 3, ColumnLinear),
-    "c_fc": Split(1, 1, ColumnLinear),
+    "c_attn": Split(1, 3, ColumnLinear, splits_bias=True),
+    "c_fc": Split(1, 1, ColumnLinear, splits_bias=True),
     "c_proj": Split(0, 1, RowLinear),
-    # Llama
-    "embed_tokens": Split(0, 1, VocabEmbedding),
-    "q_proj": Split(0, 1, ColumnLinear, crosses=False),
-    "k_proj": Split(0, 1, ColumnLinear, crosses=False),
-    "v_proj": Split(0, 1, ColumnLinear, crosses=False),
-    "o_proj": Split(1, 1, RowLinear),
-    "gate_proj": Split(0, 1, ColumnLinear, crosses=False),
-    "up_proj": Split(0, 1, ColumnLinear, crosses=False),
-    "down_proj": Split(1, 1, RowLinear),
-    "lm_head": Split(0, 1, ColumnLinear),  # The model gives its weight to `project` (fill_seams).
-    # Mixtral, in each expert
-    "w1": Split(0, 1, ColumnLinear, crosses=False),
-    "w3": Split(0, 1, ColumnLinear, crosses=False),
-    "w2": Split(1, 1, RowLinear, crosses=False),
 }
-# The name of Mixtral's router. It is whole on every rank, but its gradient comes from this rank's
-# part of the experts' results, or from its own tokens, so the gradients of all ranks must be summed.
-ROUTER = "gate"
+
+
+def plan_of(model: Module) -> Plan:
+    """Return the model's own plan, if it has one, else GPT-2's."""
+    return getattr(model, "tensor_plan", PLAN)
 
 
 def tensor_placement(
-    name: str, shape: Sequence[int], rank: int, ranks: int, sequence: bool
+    plan: Plan, name: str, shape: Sequence[int], rank: int, ranks: int, sequence: bool
 ) -> TensorPlacement:
     """Return what tensor parallelism does to the serial model's parameter of this name and shape.
 
@@ -87,14 +77,14 @@ def tensor_placement(
     of a Partial are terms of a sum. Those of a Replicate are equal.
     """
     layer, kind = name.split(".")[-2:]  # such as c_attn and weight
-    split = PLAN.get(layer)
+    split = plan.get(layer)
     if split is not None:
         dim = split.dim
         if kind == "bias":
-            dim = 0 if split.layer is ColumnLinear else None
+            dim = 0 if split.splits_bias else None
         if dim is not None:
             return Shard(rank, ranks, dim, shape[dim], split.groups)
-    if sequence or layer == ROUTER:
+    if sequence or (split is not None and split.adds_terms):
         return Partial(rank, ranks)
     return Replicate(rank, ranks)
 
@@ -168,34 +158,36 @@ def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) ->
 
 
 def tensor_parallel(
-    model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False,
-    reduce_dtype: DTypeLike | None = None, tree_leaves: int = 0,
+    model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False, *,
+    reduce_dtype: DTypeLike | None = None, plan: Plan | None = None, group: TensorGroup | None = None,
 ) -> TensorParallel:  # fmt: skip
-    """Split `model` over `comm` by the plan, in place.
+    """Split `model` over `comm` by the plan (default: the model's own), in place.
 
     Parameters keep their names and become this rank's part of their values. UsageError if tp does
     not divide the heads, or if the ranks' models have different values; sends a checksum of each
-    parameter as control data. Sums travel in `reduce_dtype` (default: float32 at least). With
-    `tree_leaves`, and the reduction "tree", all numbers of ranks give the same bits (tree.py).
+    parameter as control data. Sums travel in `reduce_dtype` (default: float32 at least), in the order
+    `reduction`; a `group` of the caller sums in its own way.
 
     A rank sends 8 B T h (t-1)/t elements per layer and microbatch: 2 all-reduces in forward and 2
     in backward or, with `sequence`, 2 all-gathers and 2 reduce-scatters in each. The embedding and
     the head add 2 B T h (t-1)/t each. The loss all-reduces B T and then 2 B T elements.
     """
     check_split(model, "tensor_parallel", comm)
-    check_tree(reduction, tree_leaves, comm.size)
     check_shape(model.config, comm.size)
     placement.attach_placements(model)
     values = [(name, p.data) for name, p in model.named_parameters()]
     what = "tensor_parallel: the ranks' models start from different values"
     check_alike(comm, values, what, "give all ranks the same seed, and load the same state")
     note_split(model, "tensor_parallel", comm)
-    group = TensorGroup(comm, reduction, model.dtype, reduce_dtype, tree_leaves)
+    if plan is None:
+        plan = plan_of(model)
+    if group is None:
+        group = TensorGroup(comm, reduction, model.dtype, reduce_dtype)
     tensor = TensorParallel(group)
     for name, p in model.named_parameters():
         if comm.size == 1:
             break  # the layers are those of several ranks, but nothing is split
-        own = tensor_placement(name, p.shape, comm.rank, comm.size, sequence)
+        own = tensor_placement(plan, name, p.shape, comm.rank, comm.size, sequence)
         if isinstance(own, Shard):
             layers.shard_parameter(p, own)
         else:
@@ -204,54 +196,34 @@ def tensor_parallel(
             p.owners.append(tensor)
             tensor.partial.append(p)
     border = Border(group, sequence)
-    replace_layers(model, border)
-    fill_seams(model, border)
+    replace_layers(model, plan, border)
+    fill_seams(model, plan, border)
     return tensor
 
 
-def replace_layers(model: LanguageModel, border: Border) -> None:
+def replace_layers(model: LanguageModel, plan: Plan, border: Border) -> None:
     """Replace the serial layers of the plan by parallel ones, which hold the same Parameters."""
     inside = layers.Inside(border.group)
     for name, layer in list(model.named_modules()):
-        split = PLAN.get(name.split(".")[-1])
-        if split is not None:
+        split = plan.get(name.split(".")[-1])
+        if split is not None and split.layer is not None:
             own_border = border if split.crosses else inside
-            if border.group.leaves:
-                model.set_submodule(name, tree_layer(split, layer, border))
-            else:
-                model.set_submodule(name, split.layer(layer, own_border))
+            model.set_submodule(name, split.layer(layer, own_border))
 
 
-def tree_layer(split: Split, layer: Module, border: Border) -> Module:
-    """Make the parallel layer whose sums are trees."""
-    if split.layer is ColumnLinear:
-        assert isinstance(layer, Linear)
-        return tree_layers.TreeColumnLinear(layer, border, split.groups)
-    if split.layer is RowLinear:
-        assert isinstance(layer, Linear)
-        return tree_layers.TreeRowLinear(layer, border)
-    assert isinstance(layer, Embedding)
-    if split.layer is VocabEmbedding:
-        return tree_layers.TreeVocabEmbedding(layer, border)
-    return layers.PositionEmbedding(layer, border)
-
-
-def fill_seams(model: LanguageModel, border: Border) -> None:
+def fill_seams(model: LanguageModel, plan: Plan, border: Border) -> None:
     """Give the model's seams what tensor parallelism does there; gpt.py lists them."""
     group = border.group
     size = model.config.vocab_size
     model.project = partial(vocabulary.vocab_parallel_head, vocab_size=size, border=border)
     loss = vocabulary.vocab_parallel_cross_entropy_sum
     model.criterion = partial(loss, group=group, vocab_size=size)
+    blocks_cross = not all(split.crosses for split in plan.values())
     for name, module in model.named_modules():
-        if isinstance(module, llama.Attention | llama.MLP) and not group.leaves:
+        if blocks_cross and hasattr(module, "enter"):
             module.enter = border.enter
-        if isinstance(module, MoE):
-            # The experts themselves do not leave. The results of a token's k experts are added up
-            # on each rank first, and then the ranks' results are summed.
+        if blocks_cross and hasattr(module, "leave"):
             module.leave = border.leave
-            if not group.leaves:
-                module.enter = border.enter
         if isinstance(module, SelfAttention):
             module.heads //= group.size
             module.kv_heads //= group.size
@@ -261,5 +233,3 @@ def fill_seams(model: LanguageModel, border: Border) -> None:
             # are what context parallelism leaves to this rank, so this slice comes after its slice.
             part = partial(group.part, dim=0)
             module.mask_slices.append(MaskSlice(1, group.size, part))
-    if group.leaves:
-        tree_layers.use_trees(model, border)

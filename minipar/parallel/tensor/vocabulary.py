@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from minipar.autograd import IGNORE_INDEX, Tensor, check_targets, linear
-from minipar.autograd.fused import CrossEntropyFunction, as_rows
+from minipar.autograd.checks import IGNORE_INDEX, check_targets
+from minipar.autograd.fused import CrossEntropyFunction, as_rows, linear
 from minipar.autograd.rules import Gradients
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.parallel.tensor.layers import Border

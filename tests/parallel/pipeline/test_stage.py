@@ -13,7 +13,8 @@ from training import Proxy, small_gpt
 from minipar.autograd import Tensor, flop_counter
 from minipar.comm import run_local
 from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig, Llama, LlamaConfig
+from minipar.more.llama import Llama, LlamaConfig
+from minipar.nn import GPT, GPTConfig
 from minipar.parallel.pipeline.model import PipelineParallel, balanced_cuts, cut
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import PipelineStage

@@ -9,7 +9,9 @@ from chapters.support.whole_runs import relative_difference
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.nn import AdamW, Llama, LlamaConfig, Mixtral, MixtralConfig
+from minipar.more.experts.mixtral import Mixtral, MixtralConfig
+from minipar.more.llama import Llama, LlamaConfig
+from minipar.nn import AdamW
 from minipar.parallel.placement import Partial
 from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.plan.layout import MINIPAR, PRECISIONS

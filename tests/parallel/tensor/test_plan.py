@@ -31,7 +31,9 @@ from training import bits, on_each_rank, reports
 from chapters.support.whole_runs import relative_difference
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
-from minipar.nn import GPT, AdamW, GPTConfig, LlamaConfig
+from minipar.more.llama import LlamaConfig
+from minipar.more.tree.tree_layers import tree_parallel
+from minipar.nn import GPT, AdamW, GPTConfig
 from minipar.nn.layers import normal
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
@@ -233,13 +235,10 @@ def test_shapes_that_do_not_divide_are_refused_with_the_equation():
         run_local(5, lambda comm: tensor_parallel(GPT(GPTConfig(13, 8, 24, 1, 6)), comm))
 
 
-@pytest.mark.parametrize(("reduction", "leaves"), [("tree", 0), ("ring", 4), ("tree", 6), ("tree", 1)])
-def test_trees_without_whole_leaves_for_each_rank_are_refused(reduction, leaves):
-    def program(comm):
-        with pytest.raises(UsageError, match=str(leaves)):
-            tensor_parallel(GPT(GPTConfig(16, 8, 16, 1, 4)), comm, reduction, tree_leaves=leaves)
-
-    run_local(2, program)
+@pytest.mark.parametrize(("leaves", "value"), [(6, "6"), (1, "1/2"), (0, "0")])
+def test_trees_without_whole_leaves_for_each_rank_are_refused(leaves, value):
+    with pytest.raises(UsageError, match=value):
+        run_local(2, lambda comm: tree_parallel(GPT(GPTConfig(16, 8, 16, 1, 4)), comm, leaves))
 
 
 # ---- a user's own script ---------------------------------------------------------------------------------------------

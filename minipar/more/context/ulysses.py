@@ -10,11 +10,11 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-
-from minipar.autograd import Tensor, mapping
+from minipar.autograd.mapping import mapping
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.errors import check_divides
-from minipar.parallel.token_order import ContextParallel
+from minipar.more.context.token_order import ContextParallel
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:

@@ -7,14 +7,14 @@ the last one the sums are put in their place, before they are summed over the re
 
 from collections.abc import Sequence
 
-from minipar.autograd import Tensor
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.memory import hold
+from minipar.more.tree.tree_sums import TreeSum
 from minipar.nn.parameter import Parameter
 from minipar.parallel.pipeline.model import PipelineParallel
 from minipar.parallel.pipeline.stage import TIED_GRADIENT
 from minipar.parallel.tensor.plan import TensorParallel
-from minipar.parallel.tree import TreeSum
 
 
 class LeafGradients:

@@ -3,7 +3,6 @@
 from itertools import chain
 
 import numpy as np
-
 from minipar.comm.algorithms import (
     ALGORITHMS,
     Combine,

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-
-from minipar.autograd import Tensor, mapping
+from minipar.autograd.mapping import mapping
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides
+from minipar.more.experts.mixtral import MoE, moe_layers
 from minipar.nn.module import Module
-from minipar.nn.moe import MoE, moe_layers
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel.buckets import Group, by_unit, number_units
 from minipar.parallel.placement import attach_placements, update

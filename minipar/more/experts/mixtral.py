@@ -16,12 +16,15 @@ from math import ceil
 from typing import Any
 
 import numpy as np
-
-from minipar.autograd import Function, Tensor, concatenate, embedding
+from minipar.autograd.fused import concatenate, embedding
 from minipar.autograd.rules import Gradients
+from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, from_host, to_host, xp
-from minipar.nn.llama import Attention, Llama, LlamaConfig, identity, norm_of, projection, swiglu
+from minipar.more.llama import PLAN as LLAMA_PLAN
+from minipar.more.llama import Attention, Llama, LlamaConfig, identity, norm_of, projection, swiglu
 from minipar.nn.module import Module
+from minipar.parallel.tensor.layers import ColumnLinear, RowLinear
+from minipar.parallel.tensor.plan import Split
 
 
 @dataclass(frozen=True)
@@ -308,10 +311,22 @@ class MixtralBlock(Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+# The router, `gate`, is whole on every rank, but its gradient comes from this rank's part of the experts' results, or
+# from its own tokens. The experts themselves do not leave: the results of a token's k experts are added up on each rank
+# first, and then the ranks' results are summed, by MoE's `leave`.
+PLAN = LLAMA_PLAN | {
+    "gate": Split(None, 1, None, adds_terms=True),
+    "w1": Split(0, 1, ColumnLinear, crosses=False),
+    "w3": Split(0, 1, ColumnLinear, crosses=False),
+    "w2": Split(1, 1, RowLinear, crosses=False),
+}
+
+
 class Mixtral(Llama):
     """The language model: tokens (B, T) -> logits (B, T, V). The arguments are Llama's."""
 
     config: MixtralConfig
+    tensor_plan = PLAN
 
     def make_block(self, name: str) -> MixtralBlock:
         return MixtralBlock(self, name)

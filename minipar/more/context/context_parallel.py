@@ -24,22 +24,21 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
-
-from minipar.autograd import Tensor
 from minipar.autograd.attention import BlockwiseAttention, attend, attend_backward, merge
 from minipar.autograd.checks import refuse_dropout
 from minipar.autograd.heads import empty_heads
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
+from minipar.more.context.context_guard import ContextGuard
+from minipar.more.context.token_order import ContextParallel, check_choice
+from minipar.more.context.ulysses import UlyssesAttention
+from minipar.more.experts.mixtral import MoE
 from minipar.nn.gpt import SelfAttention
 from minipar.nn.layers import Dropout, MaskSlice
-from minipar.nn.moe import MoE
-from minipar.parallel.context_guard import ContextGuard
 from minipar.parallel.split_guards import check_split, note_split
-from minipar.parallel.token_order import ContextParallel, check_choice
-from minipar.parallel.ulysses import UlyssesAttention
+from numpy.typing import DTypeLike
 
 METHODS = ("ring", "all-gather", "ulysses")
 KEYS_VALUES = 0  # the tags of the ring's messages

@@ -34,12 +34,10 @@ from collections.abc import Callable
 from math import gcd
 from typing import Any
 
-from minipar.autograd import LazyGradient, Tensor, operation
 from minipar.autograd.fused import _LayerNorm, add_rows, as_rows, getter, product
-from minipar.autograd.rules import Gradient, Gradients, Result
-from minipar.autograd.tensor import Function, record
+from minipar.autograd.rules import Gradient, Gradients, LazyGradient, Result
+from minipar.autograd.tensor import Function, Tensor, operation, record
 from minipar.backend import Array, xp
-from minipar.errors import UsageError, check_divides
 from minipar.nn.gpt import TransformerConfig
 from minipar.nn.layers import LayerNorm, RMSNorm
 
@@ -288,13 +286,3 @@ class TreeSum:
 def is_power_of_two(count: int) -> bool:
     """Return whether `count` is 1, 2, 4, 8, ..."""
     return count.bit_count() == 1 and count > 0
-
-
-def check_tree(reduction: str, leaves: int, ranks: int) -> None:
-    """Raise UsageError unless sums as trees have leaves, a power of two of them, with as many on each rank."""
-    if (reduction == "tree") != (leaves > 0):
-        remedy = 'give reduction="tree" and tree_leaves=leaf_count(model.config, length), or neither'
-        raise UsageError(f'reduction "{reduction}" with tree_leaves = {leaves}: {remedy}')
-    if leaves > 0 and not is_power_of_two(leaves):
-        raise UsageError(f"tree_leaves = {leaves} is no power of two: a balanced tree needs one")
-    check_divides("tree_leaves/tp", leaves, ranks, "each rank has as many leaves")

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minipar.autograd import Gradient, Tensor, operation
-from minipar.autograd.rules import Result
+from minipar.autograd.rules import Gradient, Result
+from minipar.autograd.tensor import Tensor, operation
 from minipar.backend import Array, xp
 from minipar.nn.gpt import LanguageModel, SelfAttention, TransformerConfig
 from minipar.nn.layers import Embedding, Linear, RMSNorm
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
+from minipar.parallel.tensor.layers import ColumnLinear, RowLinear, VocabEmbedding
+from minipar.parallel.tensor.plan import Split
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,20 @@ class Body(Module):
         self.norm = norm_of(model)
 
 
+# Llama's plan of tensor parallelism. Its matrices are (out, in). Blocks enter for several layers together.
+PLAN = {
+    "embed_tokens": Split(0, 1, VocabEmbedding),
+    "q_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "k_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "v_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "o_proj": Split(1, 1, RowLinear),
+    "gate_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "up_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "down_proj": Split(1, 1, RowLinear),
+    "lm_head": Split(0, 1, ColumnLinear),  # the model gives its weight to `project`
+}
+
+
 class Llama(LanguageModel):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
@@ -256,6 +272,7 @@ class Llama(LanguageModel):
     """
 
     config: LlamaConfig
+    tensor_plan = PLAN
 
     def __init__(
         self, config: LlamaConfig, seed: int | None = 0, dtype: str = "float32", recompute: bool = False
