@@ -256,6 +256,13 @@ def test_a_zero_optimizer_that_would_train_wrongly_is_refused(name):
 # ---- messages and meshes ---------------------------------------------------------------------------------------------
 
 MESSAGES = {
+    "counts of more elements": (
+        2,
+        "world.all_to_all(np.ones(3), counts=([2, 2], [2, 2]))",
+        CommunicationError,
+        "3",
+        "4",
+    ),
     "a mesh and its ranks": (2, "DeviceMesh(world, dp=3)", UsageError, "3", "2"),
     "a mesh of three axes": (8, "DeviceMesh(world, dp=2, tp=2, pp=3)", UsageError, "12", "8"),
 }
