@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # The most tokens of each part, without comments and docstrings. A limit is lowered when code leaves, and never raised.
-PARTS = {"core": 85_330, "more": 750, "train": 9_500, "compare": 6_390, "plan": 21_400, "bench": 15_240}
+PARTS = {"core": 85_330, "more": 750, "train": 9_500, "compare": 6_390, "plan": 21_400, "bench": 9_410}
 # The most files that the imports of a file reach, the most tokens in them, and how many of these are in parallel/.
 CLOSURES = {
     "parallel/ddp": (41, 40_300, 10_580),
@@ -20,7 +20,7 @@ CLOSURES = {
     "parallel/pipeline/module": (46, 50_690, 17_850),
 }
 TOKENS_PER_LINE = 9.5
-TEST_LINES = 34_400  # of all files below tests/; the goal is 30,000
+TEST_LINES = 34_160  # of all files below tests/; the goal is 30,000
 LONG_LINES = 0.06  # of the lines that are not blank, beyond 100 columns
 
 IGNORED = {
