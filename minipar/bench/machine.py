@@ -209,10 +209,10 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
         ddp.synchronize()
         timed("norm", clip_grad_norm, ddp.parameters(), None, ddp.comm, ddp.comm)
         timed("AdamW", optimizer.step)
-    medians = {piece: float(np.median(times[WARMUP:])) for piece, times in seconds.items()}
+    seconds_of = {piece: float(np.median(times[WARMUP:])) for piece, times in seconds.items()}
     for piece in BLOCK:
-        medians[piece] /= BLOCKS
-    return medians | {"parameters": float(sum(p.size for p in ddp.parameters()))}
+        seconds_of[piece] /= BLOCKS
+    return seconds_of | {"parameters": float(sum(p.size for p in ddp.parameters()))}
 
 
 def _build(shape: Shape) -> tuple[GPT, Any]:
