@@ -162,7 +162,7 @@ if rank == 0:
 # %%
 from chapters.support.ch09 import eight
 from chapters.support.ch09.eight import args_of, on_eight, trainer_on
-from minipar.bench.layouts import step_layout
+from chapters.support.training import step_layout
 from minipar.parallel.placement import BucketSlice, Partial, Shard
 from minipar.parallel.placement_table import Placements
 

@@ -868,7 +868,7 @@ for method in METHODS if c > 1 else ():
 # device:
 
 # %%
-from minipar.bench.layouts import step_layout
+from chapters.support.training import step_layout
 from minipar.comm import DeviceMesh
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.data import load_tokens

@@ -288,7 +288,7 @@ predict("bytes of model state per parameter", ...)  # replace the dots by a numb
 
 # %%
 from chapters.support.ch13 import train
-from minipar.bench.layouts import step_layout
+from chapters.support.training import step_layout
 from minipar.comm import DeviceMesh
 from minipar.memory import MemoryLedger
 from minipar.parallel.memory import elements_placed, model_state, precision_of

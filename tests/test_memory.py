@@ -11,8 +11,8 @@ import pytest
 from launcher import run_mpi
 from training import config_for, trainer_for
 
+from chapters.support.training import step_layout
 from minipar.backend import one_blas_thread
-from minipar.bench.layouts import step_layout
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, _recording, enter, hold
 from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state

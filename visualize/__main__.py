@@ -103,7 +103,7 @@ def build_parser() -> UsageParser:
     add("--rank", type=int, default=0, metavar="R", help="the rank whose memory is drawn (default: 0)")
 
     reading("plan", read_plan, plot_plan, "the plans of a search, from minipar.plan --json", "the planner's JSON")
-    what = "predicted against measured, from minipar.bench layouts --machine"
+    what = "predicted against measured, from minipar.bench machine"
     reading("layouts", read_layouts, plot_agreement, what, "the benchmark's rows")
 
     what = "where two runs' gradients differ and how much, from minipar.compare --json"

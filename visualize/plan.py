@@ -1,6 +1,6 @@
 """The planner's predictions: its best plans (`minipar.plan --json`), and predictions next to measured layouts.
 
-The measured ones are the rows of `minipar.bench layouts --machine FILE --json`.
+The measured ones are the rows of `minipar.bench machine --json`.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ MEASURED = "measured: median and range of the steps' time, peak memory"
 
 
 def read_layouts(path: str) -> list[dict[str, Any]]:
-    """Read the rows. UsageError if they are not of `bench layouts`, or without predictions."""
+    """Read the rows. UsageError if they are not of `bench machine`."""
     rows = read_json(path)
     try:
         for row in rows:
@@ -205,7 +205,7 @@ def read_layouts(path: str) -> list[dict[str, Any]]:
         if not rows:
             raise ValueError
     except NOT_A_ROW:
-        raise UsageError(f"{path} was not written by minipar.bench layouts --machine FILE --json") from None
+        raise UsageError(f"{path} was not written by minipar.bench machine --json") from None
     return rows  # type: ignore[no-any-return]
 
 

@@ -4,7 +4,12 @@ from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from minipar.comm import Communicator, DeviceMesh
+from minipar.parallel.layout import StepLayout
+from minipar.parallel.pipeline.actions import Schedule
+from minipar.parallel.pipeline.schedules import make
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.flags import parse
 from minipar.train.trainer import Trainer
@@ -35,3 +40,34 @@ def make_trainer(comm: Communicator, flags: str, kind: type[Trainer] = Trainer) 
     """Return this rank's trainer of these flags, on the text for them."""
     args = parsed(flags, comm.size)
     return trainer_for(comm, args, text_for(args), kind)
+
+
+def step_layout(args: Namespace, schedule: Schedule | None = None) -> StepLayout:
+    """Return the layout of parsed flags for `predicted_traffic`; `schedule` replaces that of the flags."""
+    if schedule is None and args.pp > 1:
+        schedule = make(args.schedule, args.pp, args.microbatches, args.virtual_stages)
+    itemsize = np.dtype(args.dtype).itemsize
+    sums = max(4, itemsize)  # gradients of 2 bytes are added up, and summed over ranks, in float32
+    return StepLayout(
+        args.shape,
+        length=args.seq_len,
+        samples=args.global_batch // (args.dp * args.microbatches),
+        microbatches=args.microbatches,
+        itemsize=itemsize,
+        gradient_itemsize=sums,
+        reduce_itemsize=sums,
+        dp=args.dp,
+        cp=args.cp,
+        ep=args.ep,
+        tp=args.tp,
+        pp=args.pp,
+        zero_stage=args.zero_stage,
+        zero_replicas=args.zero_replicas,
+        schedule=schedule,
+        context_parallel=args.context_parallel,
+        sequence_parallel=args.sequence_parallel,
+        recompute=args.recompute == "full",
+        reduction=args.reduction,
+        sync_every_microbatch=args.sync_every_microbatch,
+        aux_loss=args.shape.aux_coefficient,
+    )

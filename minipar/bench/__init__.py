@@ -3,15 +3,14 @@
     collectives.py   each collective next to MPI's own
     step.py          a training step next to PyTorch's; the ZeRO stages; the cost of synchronization (overlap)
     pipeline.py      the bubble of each pipeline schedule
-    reductions.py    a training step with each order of sums
     bits.py          the bits of one model trained in many layouts, with rings and with trees
     context.py       the balance of context parallelism's orders of tokens
+    machine.py       the constants of this machine, and the planner's predictions with them next to measured steps
 
-The rest calibrates the planner and compares it with runs:
+Two files have no benchmark of their own:
 
-    costs.py         the pieces of a step: their measured CPU seconds, and constants fitted to them
-    machine.py       the constants of this machine
-    layouts.py       predictions next to measured steps, on this machine and on a modelled cluster
+    costs.py         the pieces of a step: their CPU seconds by constants, and how the constants are fitted
+    layouts.py       minipar's runs in the planner's terms, predicted and measured
 
 This file has what they share: flags, and the rows of a benchmark as a table and a JSON file.
 """
@@ -26,29 +25,26 @@ import numpy as np
 
 from minipar.cli import write_json, write_out
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError
 from minipar.plan.report import table
+from minipar.train.flags import count
+
+HELP = {
+    "layers": "Transformer layers",
+    "hidden": "hidden size: elements per token between layers",
+    "heads": "attention heads",
+    "seq_len": "tokens per sample",
+    "batch": "samples per rank, and per microbatch of a pipeline",
+    "microbatches": "microbatches per step",
+    "steps": "steps of each training",
+    "repeat": "times that each thing is measured",
+}
 
 
-def add_model_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add --layers, --hidden, --heads, --seq-len and --vocab-size as far as `defaults` has them by these names."""
-    words = {
-        "layers": "Transformer layers",
-        "hidden": "hidden size: elements per token between layers",
-        "heads": "attention heads",
-        "seq_len": "tokens per sample",
-        "vocab_size": "vocabulary: token ids are 0 to V-1",
-    }
+def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Add a flag for each of these whole numbers, with its default."""
     for name, default in defaults.items():
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=int, default=default, help=f"{words[name]} ({default})")
-
-
-def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raise UsageError, naming all of these flags, unless each is at least 1."""
-    if min(getattr(args, name) for name in names) < 1:
-        flags = " ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)
-        raise UsageError(f"{flags}: expected at least 1 of each")
+        parser.add_argument(flag, type=count, default=default, help=f"{HELP[name]} ({default})")
 
 
 def largest(comm: Communicator, value: float) -> float:
@@ -56,29 +52,19 @@ def largest(comm: Communicator, value: float) -> float:
     return float(comm.all_reduce(np.array([float(value)]), op="max")[0])
 
 
-def publish(
-    comm: Communicator, rows: Sequence[Mapping[str, Any]], path: str | None, hidden: Sequence[str] = ()
-) -> None:
-    """Print the table of rank 0's rows, without the `hidden` columns, and write all of them to `path`.
-
-    With "-" only JSON goes to standard output. Collective. UsageError on every rank if either cannot be written.
-    """
-    error = None
-    if comm.rank == 0:
-        try:
-            if path != "-":
-                write_out(_table_of(rows, hidden))
-            if path is not None:
-                write_json(path, rows)
-        except UsageError as problem:
-            error = str(problem)
-    comm.agree(error)
+def publish(comm: Communicator, rows: Sequence[Mapping[str, Any]], path: str | None) -> None:
+    """Print the table of rank 0's rows, and write them to `path`; with "-" only JSON goes to standard output."""
+    if comm.rank != 0:
+        return
+    if path != "-":
+        write_out(_table_of(rows))
+    if path is not None:
+        write_json(path, rows)
 
 
-def _table_of(rows: Sequence[Mapping[str, Any]], hidden: Sequence[str]) -> str:
-    columns = [column for column in rows[0] if column not in hidden]
-    cells = [[_cell(row[column]) for column in columns] for row in rows]
-    return "\n".join(table(columns, cells)) + "\n"
+def _table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    cells = [[_cell(value) for value in row.values()] for row in rows]
+    return "\n".join(table(list(rows[0]), cells)) + "\n"
 
 
 def _cell(value: Any) -> str:

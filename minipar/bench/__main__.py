@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from minipar.bench import bits, collectives, context, layouts, machine, pipeline, reductions, step
+from minipar.bench import bits, collectives, context, machine, pipeline, step
 from minipar.cli import UsageParser
 from minipar.comm.communicator import Communicator
 from minipar.comm.launch import main
+from minipar.errors import UsageError
 
 # The function that adds a benchmark's flags, and the one that every rank runs: its docstring's first line is the help.
 SUBCOMMANDS = {
-    "collectives": (collectives.add_arguments, collectives.run),
-    "step": (step.add_step_flags, step.run_step),
-    "zero": (step.add_step_flags, step.run_zero),
-    "overlap": (step.add_overlap_flags, step.run_overlap),
-    "pipeline": (pipeline.add_arguments, pipeline.run),
-    "context": (context.add_arguments, context.run),
-    "reductions": (reductions.add_arguments, reductions.run),
-    "bits": (bits.add_arguments, bits.run),
-    "machine": (machine.add_arguments, machine.run),
-    "layouts": (layouts.add_layouts_flags, layouts.run_layouts),
-    "modelled": (layouts.add_modelled_flags, layouts.run_modelled),
+    "collectives": (collectives.add_flags, collectives.run),
+    "step": (step.add_flags, step.run_step),
+    "zero": (step.add_flags, step.run_zero),
+    "overlap": (step.add_flags, step.run_overlap),
+    "pipeline": (pipeline.add_flags, pipeline.run),
+    "context": (context.add_flags, context.run),
+    "bits": (bits.add_flags, bits.run),
+    "machine": (machine.add_flags, machine.run),
 }
+ONE_PROCESS = ("step", "bits")
+SEVERAL_RANKS = ("collectives", "pipeline", "context", "machine")
 
 
 def bench(comm: Communicator) -> None:
@@ -33,14 +33,19 @@ def bench(comm: Communicator) -> None:
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
-    for name, (add_arguments, run) in SUBCOMMANDS.items():
+    for name, (add_flags, run) in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(
             name, help=str(run.__doc__).splitlines()[0], prints=prints, allow_abbrev=False
         )
         subparser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
-        add_arguments(subparser)
+        add_flags(subparser)
         subparser.set_defaults(run=run)
     args = parser.parse_args()
+    command = f"python -m minipar.bench {args.subcommand}"
+    if args.subcommand in ONE_PROCESS and comm.size > 1:
+        raise UsageError(f"{command} runs in one process; mpirun started {comm.size}: run it without mpirun")
+    if args.subcommand in SEVERAL_RANKS and comm.size == 1:
+        raise UsageError(f"{command} needs at least 2 ranks: mpirun -n 8 {command}")
     args.run(comm, args)
 
 

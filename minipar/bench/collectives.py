@@ -1,4 +1,4 @@
-"""Each collective next to MPI's own, at several sizes, in one run; and collectives of hundreds of ranks in one thread.
+"""Each collective next to MPI's own, at several sizes, in one run.
 
 minipar and MPI alternate batch by batch, so that other load on the machine affects both. Times are medians over the
 batches, of the slowest rank.
@@ -17,94 +17,73 @@ from minipar.bench import largest, publish
 from minipar.comm.algorithms import ALGORITHMS, chunk_bounds
 from minipar.comm.communicator import Communicator, choose
 from minipar.comm.traffic import wire_bytes
-from minipar.errors import UsageError
+from minipar.train.flags import count
 
-SIZES = "1K,4K,16K,64K,1M,4M,16M"
+SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
+ITEMSIZE = 4  # arrays are float32
 BATCHES = 11
 BATCH_SECONDS = 0.01  # calls per batch: as many as take about this long
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+MOST_CALLS = 200
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench collectives`."""
-    parser.add_argument("--ops", default="all_reduce,reduce_scatter,all_gather,all_to_all,broadcast,barrier")
-    parser.add_argument("--sizes", default=SIZES, help="bytes of the whole array, with K, M, G for binary multiples")
-    parser.add_argument("--algorithms", choices=("auto", "all"), default="auto")
-    parser.add_argument("--dtype", choices=("float32", "float64", "int32", "int64"), default="float32")
+    names = list(ALGORITHMS)
+    parser.add_argument("--ops", nargs="+", choices=names, default=names, help="operations (all)")
+    parser.add_argument(
+        "--sizes", nargs="+", type=count, default=SIZES, help="bytes of the whole array (1 KiB to 16 MiB)"
+    )
+    parser.add_argument("--all-algorithms", action="store_true", help="also each algorithm by its name")
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:
     """Measure the time, and the bytes on the wire, of each collective next to MPI's own."""
-    ops = args.ops.split(",")
-    for op in ops:
-        if op not in ALGORITHMS:
-            raise UsageError(f"--ops {op}: expected some of {','.join(ALGORITHMS)}")
-    sizes = [parse_size(text) for text in args.sizes.split(",")]
     rows = []
-    for op in ops:
-        names = ["auto"] if args.algorithms == "auto" else ["auto", *ALGORITHMS[op]]
-        for algorithm in names:
-            for nbytes in sizes if op != "barrier" else [0]:
-                rows.append(measure(comm, op, algorithm, nbytes, np.dtype(args.dtype)))
+    for op in args.ops:
+        algorithms = ["auto"]
+        if args.all_algorithms:
+            algorithms += ALGORITHMS[op]
+        sizes = [0] if op == "barrier" else args.sizes
+        for algorithm in algorithms:
+            rows += [measure(comm, op, algorithm, nbytes) for nbytes in sizes]
     publish(comm, rows, args.json)
 
 
-def parse_size(text: str) -> int:
-    """Read bytes with a binary multiple: "64K" is 65536. UsageError when the text is not a size."""
-    unit = text[-1:].upper()
-    digits = text[:-1] if unit in UNITS else text
-    if not (digits.isdecimal() and len(digits) < 16):
-        raise UsageError(f"--sizes {text}: expected bytes, such as 4096, 64K or 1M")
-    return int(digits) * UNITS.get(unit, 1)
-
-
-def measure(comm: Communicator, op: str, algorithm: str, nbytes: int, dtype: np.dtype) -> dict[str, Any]:
+def measure(comm: Communicator, op: str, algorithm: str, nbytes: int) -> dict[str, Any]:
     """Measure one row. Collective. `bytes`: of the whole array; `wire_bytes`: sent by the rank that sends most."""
-    n = nbytes // dtype.itemsize
-    ours, theirs = _calls(comm, op, algorithm, n, dtype)
-    runs = choose(op, algorithm, n * dtype.itemsize)
+    n = nbytes // ITEMSIZE
+    ours, theirs = _calls(comm, op, algorithm, n)
+    runs = choose(op, algorithm, n * ITEMSIZE)
     before = comm.traffic.bytes(op)
-    seconds = _timed(ours, 1)
+    ours()
     sent = comm.traffic.bytes(op) - before
-    expected = wire_bytes(op, runs, n, dtype.itemsize, comm.size, comm.rank)
-    if theirs is not None:
-        theirs()
-        seconds = max(seconds, _timed(ours, 1))
-    calls = int(largest(comm, min(200, max(1, BATCH_SECONDS / max(seconds, 1e-7)))))
-    times: list[float] = []
-    mpi_times: list[float] = []
-    for _ in range(BATCHES):
-        times.append(_timed(ours, calls))
-        if theirs is not None:
-            mpi_times.append(_timed(theirs, calls))
-    median = largest(comm, float(np.median(times)))
-    mpi_median = largest(comm, float(np.median(mpi_times))) if mpi_times else None
+    theirs()
+    seconds = _timed(ours, 1)
+    calls = int(largest(comm, min(MOST_CALLS, max(1, BATCH_SECONDS / seconds))))
+    times = np.array([(_timed(ours, calls), _timed(theirs, calls)) for _ in range(BATCHES)])
+    median, mpi_median = (largest(comm, each) for each in np.median(times, axis=0))
     return {
         "op": op,
         "algorithm": algorithm,
         "runs": runs,
         "ranks": comm.size,
-        "bytes": n * dtype.itemsize,
+        "bytes": n * ITEMSIZE,
         "seconds": median,
         "mpi_seconds": mpi_median,
-        "ratio": median / mpi_median if mpi_median else None,
+        "ratio": median / mpi_median,
         "wire_bytes": int(largest(comm, sent)),
-        "wire_bytes_expected": int(largest(comm, expected)),
+        "wire_bytes_expected": int(largest(comm, wire_bytes(op, runs, n, ITEMSIZE, comm.size, comm.rank))),
     }
 
 
-def _calls(
-    comm: Communicator, op: str, algorithm: str, n: int, dtype: np.dtype
-) -> tuple[Callable[[], object], Callable[[], object] | None]:
-    """Return our operation and MPI's, each ready to be called repeatedly (None for one process without MPI)."""
-    mpi = getattr(comm.transport, "comm", None)
-    bounds = chunk_bounds(n, comm.size)
-    counts = [stop - start for start, stop in bounds]
+def _calls(comm: Communicator, op: str, algorithm: str, n: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return our operation on n elements and MPI's, each ready to be called repeatedly."""
+    from mpi4py import MPI
+
+    mpi = comm.transport.comm  # type: ignore[attr-defined]
+    counts = [stop - start for start, stop in chunk_bounds(n, comm.size)]
     own = counts[comm.rank]
-    x = np.full(n, 0, dtype)  # zeros, written: sums of sums stay finite, and every page is a real one
-    chunk = np.full(own, 0, dtype)
-    out = np.full(n, 0, dtype)
-    received = np.full(own * comm.size, 0, dtype)
+    x, out, chunk, received = (_zeros(size) for size in (n, n, own, own * comm.size))
     ours: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: comm.all_reduce(x, algorithm=algorithm),
         "reduce_scatter": lambda: comm.reduce_scatter(x, chunk, algorithm=algorithm),
@@ -113,10 +92,6 @@ def _calls(
         "broadcast": lambda: comm.broadcast(x, algorithm=algorithm),
         "barrier": lambda: comm.barrier(algorithm=algorithm),
     }
-    if mpi is None:
-        return ours[op], None
-    from mpi4py import MPI
-
     theirs: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: mpi.Allreduce(MPI.IN_PLACE, x),
         "reduce_scatter": lambda: mpi.Reduce_scatter(x, chunk, counts),
@@ -126,6 +101,11 @@ def _calls(
         "barrier": mpi.Barrier,
     }
     return ours[op], theirs[op]
+
+
+def _zeros(n: int) -> np.ndarray:
+    """Return zeros that were written, so that every page is a real one. Sums of sums of zeros stay finite."""
+    return np.full(n, 0, np.float32)
 
 
 def _timed(call: Callable[[], object], calls: int) -> float:

@@ -1,23 +1,18 @@
 """The cost of minipar's computation in few constants: CPU seconds of each piece of a training step, for any shape.
 
-A piece is a block's pass, the embedding, the head with its loss, the gradient's norm or the update. It takes
-FLOPs / flops_per_second, and for each of its constants (`Costs`) that constant times an amount. The constants are
-fitted to measured pieces (machine.py). They are the same for all shapes, so the planner can use them for other shapes.
+A piece is a block's pass, the embedding, the head with its loss, the gradient's norm or the update. It takes the sum,
+over its constants (`PIECES`), of constant times amount. The constants are fitted to measured pieces (machine.py). They
+are the same for all shapes, so the planner can use them for other shapes.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import combinations
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from minipar.comm.clock import Network
-from minipar.errors import UsageError
 from minipar.plan.cluster import ComputeTime
 from minipar.plan.layout import Layout
 from minipar.plan.model import ModelShape
@@ -82,174 +77,124 @@ def amounts_of(shape: Shape, parameters: float) -> dict[str, float]:
     }
 
 
-# Each piece and its FLOPs (amounts_of). A step's first microbatch writes weight gradients (W), the others add (W more).
-PIECES = {
-    "F": "forward", "I": "input", "W": "weight", "W more": "weight", "head F": "head", "head B": "head_backward",
-    "embed F": None, "embed B": None, "norm": None, "AdamW": None,
-}  # fmt: skip
-SUMS = {"B": ("I", "W"), "B more": ("I", "W more")}  # measured as well, and predicted as sums
-BLOCK = ("F", "I", "W", "W more")  # fitted together, since they share the rate of products
-
-
-def flops(piece: str, amounts: Mapping[str, float]) -> float:
-    """Return the FLOPs of a piece's matrix products on one rank."""
-    name = PIECES[piece]
-    return 0.0 if name is None else amounts[name]
-
-
-def cost(amount: str, *pieces: str) -> Any:
-    """Declare a constant: the amount that it multiplies, and the pieces that it is a part of."""
-    return field(metadata={"amount": amount, "pieces": pieces})
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The fitted constants: flops_per_second (float32, one thread), and seconds per the unit that a name ends in.
-
-    *_byte       byte that a block keeps;  *_block: block and pass
-    *_logit      element of the logits;  *_hidden: element of (B, T, h);  *_call: pass
-    *_parameter  parameter;  *_tensor: parameter tensor
-    """
-
-    flops_per_second: float
-    forward_byte: float = cost("kept", "F")
-    input_byte: float = cost("kept", "I")
-    weight_byte: float = cost("kept", "W", "W more")
-    forward_block: float = cost("once", "F")
-    input_block: float = cost("once", "I")
-    weight_block: float = cost("once", "W", "W more")
-    read_parameter: float = cost("matrices", "F", "I")
-    copy_hidden: float = cost("copied", "F", "I")
-    accumulate_parameter: float = cost("matrices", "W more")
-    head_forward_logit: float = cost("logits", "head F")
-    head_forward_hidden: float = cost("head_hidden", "head F")
-    head_forward_call: float = cost("once", "head F")
-    head_backward_logit: float = cost("logits", "head B")
-    head_backward_hidden: float = cost("head_hidden", "head B")
-    head_backward_call: float = cost("once", "head B")
-    embed_forward_hidden: float = cost("hidden", "embed F")
-    embed_forward_call: float = cost("once", "embed F")
-    embed_backward_hidden: float = cost("hidden", "embed B")
-    embed_backward_call: float = cost("once", "embed B")
-    norm_parameter: float = cost("parameters", "norm")
-    norm_tensor: float = cost("tensors", "norm")
-    update_parameter: float = cost("parameters", "AdamW")
-    update_tensor: float = cost("tensors", "AdamW")
-
-    def seconds(self, piece: str, shape: Shape, parameters: float) -> float:
-        """Predict a piece of PIECES or SUMS; `parameters` of the rank, for the norm and the update."""
-        amounts = amounts_of(shape, parameters)
-        terms = []
-        for name in SUMS.get(piece, (piece,)):
-            terms.append(flops(name, amounts) / self.flops_per_second)
-            terms += [getattr(self, constant) * amount for constant, amount in counts_of(name, amounts).items()]
-        return sum(terms)
-
-    def compute(self, model: ModelShape, layout: Layout, length: int, parameters: float) -> ComputeTime:
-        """Return the computation of a layout for the planner (Cluster.measured).
-
-        The cost of adding to gradients, from a step's second microbatch on, is spread over all microbatches. The output
-        head's W is its products.
-        """
-        sequence, vocabulary = layout.sequence_parallel, model.vocab_size
-        shape = Shape(model.hidden, model.heads, length, layout.microbatch, layout.tp, sequence, vocabulary)
-        seconds = {piece: self.seconds(piece, shape, parameters) for piece in PIECES}
-        m, tensors = layout.microbatches, BLOCK_TENSORS * layout.layers_per_rank(model) + OTHER_TENSORS
-        head_weight = flops("head B", amounts_of(shape, parameters)) / 2 / self.flops_per_second
-        per_parameter = self.norm_parameter + self.update_parameter
-        return ComputeTime(
-            forward=seconds["F"],
-            backward_input=seconds["I"],
-            backward_weight=(seconds["W"] + (m - 1) * seconds["W more"]) / m,
-            recompute=seconds["F"] if layout.recompute == "full" else 0.0,
-            head_forward=seconds["head F"],
-            head_backward_input=seconds["head B"] - head_weight,
-            head_backward_weight=head_weight,
-            embedding_forward=seconds["embed F"],
-            embedding_backward=seconds["embed B"],
-            update=per_parameter * parameters + (self.norm_tensor + self.update_tensor) * tensors,
-        )
-
-
-def counts_of(piece: str, amounts: Mapping[str, float]) -> dict[str, float]:
-    """Return the amount that each constant of a piece multiplies."""
-    constants = [constant for constant in fields(Costs) if piece in constant.metadata.get("pieces", ())]
-    return {constant.name: amounts[constant.metadata["amount"]] for constant in constants}
+# The constants of each piece, and the amount that each multiplies. A name ends in what the seconds are for: a FLOP of
+# products (float32, one thread), a byte that a block keeps, an element of the logits or of (B, T, h), a parameter, a
+# parameter tensor, a pass over a block or another piece. A step's first microbatch writes weight gradients (W), the
+# others add (W more).
+PIECES: dict[str, dict[str, str]] = {
+    "F": {
+        "seconds_per_flop": "forward",
+        "forward_byte": "kept",
+        "forward_block": "once",
+        "read_parameter": "matrices",
+        "copy_hidden": "copied",
+    },
+    "I": {
+        "seconds_per_flop": "input",
+        "input_byte": "kept",
+        "input_block": "once",
+        "read_parameter": "matrices",
+        "copy_hidden": "copied",
+    },
+    "W": {"seconds_per_flop": "weight", "weight_byte": "kept", "weight_block": "once"},
+    "W more": {
+        "seconds_per_flop": "weight",
+        "weight_byte": "kept",
+        "weight_block": "once",
+        "accumulate_parameter": "matrices",
+    },
+    "head F": {
+        "seconds_per_flop": "head",
+        "head_forward_logit": "logits",
+        "head_forward_hidden": "head_hidden",
+        "head_forward_call": "once",
+    },
+    "head B": {
+        "seconds_per_flop": "head_backward",
+        "head_backward_logit": "logits",
+        "head_backward_hidden": "head_hidden",
+        "head_backward_call": "once",
+    },
+    "embed F": {"embed_forward_hidden": "hidden", "embed_forward_call": "once"},
+    "embed B": {"embed_backward_hidden": "hidden", "embed_backward_call": "once"},
+    "norm": {"norm_parameter": "parameters", "norm_tensor": "tensors"},
+    "AdamW": {"update_parameter": "parameters", "update_tensor": "tensors"},
+}
+BLOCK = ("F", "I", "W", "W more")  # the pieces of a block
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The constants that `bench machine` measured: `costs` of computation, `network`: a message between two ranks."""
+    """The constants that `bench machine` measures: `costs` of computation, `network`: a message between two ranks."""
 
-    costs: Costs
+    costs: Mapping[str, float]
     network: Network
 
 
-def load_machine(path: str) -> Machine:
-    """Read the file of `bench machine --json`. UsageError for another file, or one of a single rank (no messages)."""
-    try:
-        rows = json.loads(Path(path).read_text())
-        values = {row["name"]: float(row["value"]) for row in rows if row["row"] == "constant"}
-        costs = Costs(**{constant.name: values[constant.name] for constant in fields(Costs)})
-        return Machine(costs=costs, network=Network(alpha=values["message_alpha"], beta=values["message_beta"]))
-    except OSError as error:
-        raise UsageError(f"--machine {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"--machine {path} is not what `mpirun -n N python -m minipar.bench machine --json FILE` writes on two "
-            f"ranks or more: {type(error).__name__} {error}"
-        ) from None
+def predicted(costs: Mapping[str, float], piece: str, shape: Shape, parameters: float) -> float:
+    """Return the seconds of a piece; `parameters` of the rank, for the norm and the update."""
+    amounts = amounts_of(shape, parameters)
+    return sum(costs[constant] * amounts[amount] for constant, amount in PIECES[piece].items())
 
 
-def fit_costs(measured: Sequence[tuple[Shape, Mapping[str, float]]]) -> Costs:
-    """Return the constants that are nearest to these measurements of `pieces`, by squared relative errors.
+def compute_time(
+    costs: Mapping[str, float], model: ModelShape, layout: Layout, length: int, parameters: float
+) -> ComputeTime:
+    """Return the computation of a layout for the planner (Cluster.measured).
 
-    A block's passes are fitted together, which gives the rate of products. The other pieces follow one by one.
+    The cost of adding to gradients, from a step's second microbatch on, is spread over all microbatches. The output
+    head's W is its products.
     """
-    constants = _fit_pieces(measured, BLOCK, rate=None)
-    rate = 1 / constants.pop("seconds_per_flop")
-    for piece in PIECES:
-        if piece not in BLOCK:
-            constants |= _fit_pieces(measured, (piece,), rate)
-    return Costs(flops_per_second=rate, **constants)
+    sequence, vocabulary = layout.sequence_parallel, model.vocab_size
+    shape = Shape(model.hidden, model.heads, length, layout.microbatch, layout.tp, sequence, vocabulary)
+    seconds = {piece: predicted(costs, piece, shape, parameters) for piece in PIECES}
+    m, tensors = layout.microbatches, BLOCK_TENSORS * layout.layers_per_rank(model) + OTHER_TENSORS
+    head_weight = costs["seconds_per_flop"] * amounts_of(shape, parameters)["head"]
+    per_parameter = costs["norm_parameter"] + costs["update_parameter"]
+    per_tensor = costs["norm_tensor"] + costs["update_tensor"]
+    return ComputeTime(
+        forward=seconds["F"],
+        backward_input=seconds["I"],
+        backward_weight=(seconds["W"] + (m - 1) * seconds["W more"]) / m,
+        recompute=seconds["F"] if layout.recompute == "full" else 0.0,
+        head_forward=seconds["head F"],
+        head_backward_input=seconds["head B"] - head_weight,
+        head_backward_weight=head_weight,
+        embedding_forward=seconds["embed F"],
+        embedding_backward=seconds["embed B"],
+        update=per_parameter * parameters + per_tensor * tensors,
+    )
 
 
-def _fit_pieces(
-    measured: Sequence[tuple[Shape, Mapping[str, float]]], pieces: Sequence[str], rate: float | None
-) -> dict[str, float]:
-    """Fit the constants of these pieces, and their seconds per FLOP unless the rate is known."""
-    rows: list[dict[str, float]] = []
-    seconds, known = [], []
+# ---- the fit ---------------------------------------------------------------------------------------------------------
+
+
+def fit_costs(measured: Sequence[tuple[Shape, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the constants that are nearest to these measurements of `pieces`, by squared relative errors."""
+    constants = dict.fromkeys(constant for piece in PIECES.values() for constant in piece)
+    features, seconds = [], []
     for shape, times in measured:
         amounts = amounts_of(shape, times["parameters"])
-        for piece in pieces:
-            counts = counts_of(piece, amounts)
-            rows.append(counts if rate else {"seconds_per_flop": flops(piece, amounts)} | counts)
+        for piece, counted in PIECES.items():
+            features.append([amounts[counted[name]] if name in counted else 0.0 for name in constants])
             seconds.append(times[piece])
-            known.append(flops(piece, amounts) / rate if rate else 0.0)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    features = [[row.get(name, 0.0) for name in names] for row in rows]
-    return dict(zip(names, fit(features, seconds, known).tolist(), strict=True))
+    return dict(zip(constants, fit(features, seconds), strict=True))
 
 
-def fit(features: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] = ()) -> np.ndarray:
-    """Return the c >= 0 that minimizes the sum over i of ((known[i] + features[i] @ c) / seconds[i] - 1)^2.
+def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return c >= 0 with a small sum over i of (features[i] @ c / seconds[i] - 1)^2; features (n, k), n >= k.
 
-    features (n, k), n >= k; known: seconds that need no constant (default 0). A small measurement counts as much as a
-    large one. With few constants, every choice of those that are not zero can be tried; the best one without a negative
-    constant is the minimum (Lawson and Hanson 1974, chapter 23).
+    A small measurement counts as much as a large one. Least squares are solved without bounds, then again without the
+    most negative constant, which becomes 0, until no constant is negative.
     """
-    measured = np.asarray(seconds, dtype=float)
-    relative = np.asarray(features, dtype=float) / measured[:, None]  # (n, k)
-    target = 1 - (np.asarray(known) if len(known) else 0) / measured  # (n,)
-    count = relative.shape[1]
-    best, least = np.zeros(count), float((target**2).sum())
-    for chosen in (chosen for size in range(1, count + 1) for chosen in combinations(range(count), size)):
-        columns = relative[:, list(chosen)]
-        scale = np.abs(columns).max(axis=0)  # seconds per byte next to seconds per call: 1e-9 next to 1e-5
-        constants = np.linalg.lstsq(columns / scale, target)[0] / scale
-        error = float(((columns @ constants - target) ** 2).sum())
-        if (constants >= 0).all() and error < least:
-            best, least = np.zeros(count), error
-            best[list(chosen)] = constants
-    return best
+    relative = np.asarray(features, dtype=float) / np.asarray(seconds, dtype=float)[:, None]
+    scale = relative.max(axis=0)  # seconds per byte next to seconds per call: 1e-9 next to 1e-5
+    chosen = list(range(len(scale)))
+    while True:
+        found = np.linalg.lstsq(relative[:, chosen] / scale[chosen], np.ones(len(relative)))[0]
+        if (found >= 0).all():
+            break
+        del chosen[int(found.argmin())]
+    constants = np.zeros(len(scale))
+    constants[chosen] = found / scale[chosen]
+    return constants.tolist()

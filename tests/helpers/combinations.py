@@ -13,8 +13,8 @@ import numpy as np
 import training
 from training import one_device, ranks_of, same_on_all_ranks, trainer_for, using
 
+from chapters.support.training import step_layout
 from chapters.support.whole_runs import relative_difference
-from minipar.bench.layouts import step_layout
 from minipar.comm import DeviceMesh, run_local
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.data import Tokens

@@ -9,9 +9,9 @@ from routing import ep_bytes
 from tensor_cases import bound
 from training import Proxy, bits, clip, config_for, on_each_rank, ranks_of, reports, trainer_for, verdicts, whole_state
 
+from chapters.support.training import step_layout
 from chapters.support.whole_runs import relative_difference
 from minipar.autograd import Tensor
-from minipar.bench.layouts import step_layout
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger

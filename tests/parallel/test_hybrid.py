@@ -8,8 +8,8 @@ import training
 from summing_orders import in_the_order_of
 from training import MLP, bits, reports, small_gpt, trainer_for
 
+from chapters.support.training import step_layout
 from chapters.support.whole_runs import relative_difference
-from minipar.bench.layouts import step_layout
 from minipar.comm import Network, run_local, start_trace, wire_bytes
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import KINDS, MemoryLedger

@@ -6,7 +6,7 @@ from combinations import TEXT, VOCAB
 from training import MLP, config_for, trainer_for
 
 import minipar as mp
-from minipar.bench.layouts import step_layout
+from chapters.support.training import step_layout
 from minipar.comm import run_local
 from minipar.nn import AdamW, Linear
 from minipar.parallel.placement import BucketSlice, Shard, elements_of

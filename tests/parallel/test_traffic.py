@@ -13,7 +13,7 @@ from combinations import TEXT, VOCAB
 from tensor_cases import HIDDEN, LAYERS, SHAPES
 from training import ranks_of, trainer_for
 
-from minipar.bench.layouts import step_layout
+from chapters.support.training import step_layout
 from minipar.comm import run_local, wire_bytes
 from minipar.more.llama import LlamaConfig
 from minipar.nn import GPTConfig

@@ -7,7 +7,9 @@ import pytest
 from planning import layout
 from training import config_for, ranks_of, trainer_for
 
-from minipar.bench.layouts import RECORDED, framework_of, layout_of, modelled_step, shape_of, step_layout
+from chapters.support.ch10.runs import modelled_step
+from chapters.support.training import step_layout
+from minipar.bench.layouts import RECORDED, framework_of, layout_of, shape_of
 from minipar.bench.pipeline import random_tokens
 from minipar.comm import run_local
 from minipar.memory import MemoryLedger

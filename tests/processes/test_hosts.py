@@ -4,7 +4,7 @@ import pytest
 import two_hosts
 from launcher import run_mpi
 
-from minipar.bench.layouts import step_layout
+from chapters.support.training import step_layout
 from minipar.comm import wire_bytes
 from minipar.parallel.traffic import replica_bytes
 from minipar.train.flags import parse

@@ -5,8 +5,8 @@ import pytest
 from combinations import TEXT, VOCAB, differences, run_steps
 from training import bits, config_for, one_device, ranks_of, trainer_for
 
+from chapters.support.training import step_layout
 from minipar.autograd import no_grad
-from minipar.bench.layouts import step_layout
 from minipar.comm import run_local
 from minipar.more.experts.mixtral import moe_layers
 from minipar.parallel.traffic import predicted_traffic

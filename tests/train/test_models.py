@@ -8,8 +8,8 @@ import pytest
 from combinations import TEXT, VOCAB, config_of
 from training import bits, config_for, on_each_rank, ranks_of, run_until, trainer_for
 
+from chapters.support.training import step_layout
 from chapters.support.whole_runs import relative_difference
-from minipar.bench.layouts import step_layout
 from minipar.comm import run_local
 from minipar.more.llama import Llama, LlamaConfig
 from minipar.parallel.traffic import predicted_traffic

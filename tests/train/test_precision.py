@@ -5,8 +5,8 @@ import pytest
 from combinations import TEXT, config_of, equals_one_device, run_steps
 from training import on_each_rank, ranks_of, trained, trainer_for
 
+from chapters.support.training import step_layout
 from minipar.autograd import Tensor
-from minipar.bench.layouts import step_layout
 from minipar.comm import run_local
 from minipar.memory import MemoryLedger
 from minipar.more.precision import MixedPrecisionAdamW, enable_two_bytes

@@ -49,7 +49,7 @@ def test_other_formats_and_files_are_drawn(write, tmp_path, suffix):
         ("memory", {"kinds": list(KINDS), "ranks": [{"rank": 0}]}, ["--memory"]),
         ("memory", {"kinds": list(KINDS[:3]), "ranks": []}, ["--memory"]),
         ("plan", {"plans": [{"mfu": "much"}], "meshes": []}, ["minipar.plan --json"]),
-        ("layouts", [{"dp": 1}], ["minipar.bench layouts"]),
+        ("layouts", [{"dp": 1}], ["minipar.bench machine"]),
         ("compare", {"ratios": {"0": {"a": 1}, "1": {"b": 1}}}, ["minipar.compare --json"]),
     ],
 )

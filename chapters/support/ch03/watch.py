@@ -99,7 +99,7 @@ def measure_all_reduce(
     comm: Communicator, algorithms: Sequence[str], sizes: Sequence[int], say: Callable[..., None]
 ) -> list[dict[str, Any]]:
     """Measure all-reduces of these sizes in bytes, in turns with MPI's own. Print and return the times."""
-    rows = [measure(comm, "all_reduce", name, size, np.dtype(np.float32)) for name in algorithms for size in sizes]
+    rows = [measure(comm, "all_reduce", name, size) for name in algorithms for size in sizes]
     say("     bytes  algorithm                      ours   MPI's own    algbw   busbw (GB/s)")
     for row in rows:
         algbw = row["bytes"] / row["seconds"] / 1e9

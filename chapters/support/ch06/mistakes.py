@@ -14,9 +14,9 @@ import numpy as np
 from chapters.support.ch06.whole_gradients import is_split
 from chapters.support.instruments import same_on_all_ranks
 from chapters.support.share_work import from_all
+from chapters.support.training import step_layout
 from chapters.support.whole_runs import verdict_of
 from minipar.autograd import Tensor, linear
-from minipar.bench.layouts import step_layout
 from minipar.nn import clip_grad_norm, squared_norm
 from minipar.parallel.tensor import mappings, vocabulary
 from minipar.parallel.tensor.layers import RowLinear

@@ -6,9 +6,8 @@ from functools import partial
 from chapters.support.model_clock import traced
 from chapters.support.pipeline_runs import CLOCK_RUN, CLOCK_SHAPE
 from chapters.support.training import make_trainer
-from minipar.bench.pipeline import timeline_of
 from minipar.comm import Communicator, ModelClock, Network
-from minipar.parallel.pipeline.actions import Durations, Slot, Timeline
+from minipar.parallel.pipeline.actions import Durations, Schedule, Slot, Timeline
 from minipar.parallel.pipeline.model import balanced_cuts
 from visualize.boxes import action_of
 from visualize.timeline import COMPUTATION, Trace
@@ -37,7 +36,9 @@ def measured_timeline(trace: Trace) -> Timeline:
             if action is not None:
                 slots.append(Slot(action, one.start, one.end))
         ranks.append(slots)
-    return timeline_of("", ranks)
+    begin = min(slot.start for row in ranks for slot in row)
+    slots = [tuple(Slot(slot.action, slot.start - begin, slot.end - begin) for slot in row) for row in ranks]
+    return Timeline(Schedule.of("", [[slot.action for slot in row] for row in ranks]), tuple(slots))
 
 
 def same_times(measured: Timeline, predicted: Timeline) -> bool:

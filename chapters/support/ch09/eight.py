@@ -16,9 +16,8 @@ import numpy as np
 
 from chapters.support.instruments import digest, same_on_all_ranks
 from chapters.support.share_work import from_all, shared
-from chapters.support.training import make_trainer, parsed, trainer_for
+from chapters.support.training import make_trainer, parsed, step_layout, trainer_for
 from chapters.support.whole_runs import relative_difference, verdict_of
-from minipar.bench.layouts import step_layout
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
 from minipar.compare.recorder import Recorder
 from minipar.generate import generate

@@ -10,10 +10,10 @@ import numpy as np
 
 from chapters.support.training import parsed
 from minipar.bench.costs import Shape
-from minipar.bench.layouts import layout_of, modelled_step, ranks_of, shape_of
+from minipar.bench.layouts import layout_of, ranks_of, shape_of
 from minipar.bench.machine import pieces
 from minipar.bench.pipeline import random_tokens
-from minipar.comm import Communicator, DeviceMesh, ModelClock, Network
+from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local
 from minipar.plan.cluster import AlphaBeta, Cluster, model_clock_cluster
 from minipar.plan.step_time import StepTime, step_time
 from minipar.train.trainer import Trainer
@@ -62,6 +62,24 @@ def run_on_the_model_clock(comm: Communicator, args: Namespace, machine: Cluster
     trainer = Trainer(args, DeviceMesh(timed, tp=args.tp, pp=args.pp), random_tokens(args))
     trainer.step(0)
     return float(max(np.frombuffer(b"".join(comm.all_gather_bytes(np.array([timed.clock.now()]).tobytes())))))
+
+
+def modelled_step(args: Namespace, cluster: Cluster) -> float:
+    """Return the seconds of one training step of parsed flags on a `model_clock_cluster`.
+
+    They count from the common start until the last rank is done.
+    """
+    inside, between = cluster.inside, cluster.between
+    network = Network(inside.alpha, inside.beta, Network(between.alpha, between.beta), cluster.per_host)
+
+    def step(comm: Communicator) -> float:
+        mesh = DeviceMesh(comm, tp=args.tp, pp=args.pp, cp=args.cp, ep=args.ep)
+        trainer = Trainer(args, mesh, random_tokens(args))
+        start = comm.clock.now()
+        trainer.step(0)
+        return comm.clock.now() - start
+
+    return max(run_local(cluster.gpus, step, clock=lambda: ModelClock(cluster.gpu.peak), network=network))
 
 
 def layouts_of(ranks: int, per_host: int) -> list[str]:
@@ -144,7 +162,7 @@ def panels(
 ) -> dict[str, list[tuple[float, float]]]:
     """Return (predicted, measured) of all runs, for a figure: seconds on both clocks, and bytes of this machine's.
 
-    modelled  {flags: (predicted, run) seconds};  rows  those of `minipar.bench layouts`, with their predictions
+    modelled  {flags: (predicted, run) seconds};  rows  those of `minipar.bench.layouts.measure`, with their predictions
     """
     return {
         "a step on the model clock, ms": [(1e3 * ours, 1e3 * run) for ours, run in modelled.values()],

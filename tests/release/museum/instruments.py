@@ -19,7 +19,8 @@ from dataclasses import replace
 import numpy as np
 from training import config_for, ranks_of, trainer_for
 
-from minipar.bench.layouts import framework_of, layout_of, shape_of, step_layout
+from chapters.support.training import step_layout
+from minipar.bench.layouts import framework_of, layout_of, shape_of
 from minipar.comm import run_local
 from minipar.compare.recorder import Recorder
 from minipar.errors import UsageError
