@@ -829,8 +829,8 @@ say("the library's attend and attend_backward = ours")
 from functools import partial
 
 from minipar.autograd import Tensor, causal_attention
-from minipar.more.context.context_parallel import METHODS, AllGatherAttention, RingAttention, block_attention
-from minipar.more.context.token_order import ContextParallel, visible
+from minipar.more.context.context_parallel import AllGatherAttention, RingAttention, block_attention
+from minipar.more.context.token_order import METHODS, ContextParallel, visible
 from minipar.more.context.ulysses import UlyssesAttention
 
 if rank == 0:

@@ -44,7 +44,9 @@ from .parallel.tensor.plan import tensor_parallel as tensor_parallel
 from .parallel.tensor.user_layers import ColumnParallelLinear as ColumnParallelLinear
 from .parallel.tensor.user_layers import RowParallelLinear as RowParallelLinear
 from .parallel.tensor.user_layers import VocabParallelEmbedding as VocabParallelEmbedding
-from .parallel.tensor.vocabulary import vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum
+from .parallel.tensor.vocabulary import (
+    vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
+)
 from .parallel.wrap import fully_shard as fully_shard
 from .parallel.wrap import shard as shard
 from .parallel.zero_optimizer import ZeroOptimizer as ZeroOptimizer

@@ -39,14 +39,17 @@ def main() -> None:
         return
     # MPI has not started here, so the launcher's variable says which rank prints.
     first = all(
-        os.environ.get(variable, "0") == "0" for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+        os.environ.get(variable, "0") == "0"
+        for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
     )
     if name in ("-h", "--help", "--version"):
         text = f"minipar {__version__}\n" if name == "--version" else HELP
         sys.stdout.write(text if first else "")
         return
     if first:
-        print_line(error_line(UsageError(f"minipar {name}: no such command; expected {', '.join(COMMANDS)}")))
+        print_line(
+            error_line(UsageError(f"minipar {name}: no such command; expected {', '.join(COMMANDS)}"))
+        )
     sys.exit(2)
 
 

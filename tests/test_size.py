@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# The most tokens of each part, without comments and docstrings. A limit is lowered when code leaves, and never raised.
-PARTS = {"core": 80_210, "more": 2_480, "train": 9_500, "compare": 6_390, "plan": 21_400, "bench": 15_230}
+# The most tokens of each part, without comments and docstrings. A limit is lowered when code leaves, and only raised
+# when code moves here from another part.
+PARTS = {"core": 59_150, "more": 14_840, "train": 9_500, "compare": 6_390, "plan": 21_400, "bench": 9_390}
 # The most files that the imports of a file reach, the most tokens in them, and how many of these are in parallel/.
 CLOSURES = {
-    "parallel/ddp": (37, 37_490, 10_500),
-    "parallel/zero": (38, 38_410, 11_420),
-    "parallel/fsdp": (38, 39_340, 12_360),
-    "parallel/tensor/layers": (33, 34_540, 6_300),
-    "parallel/pipeline/module": (42, 48_200, 17_080),
+    "parallel/ddp": (25, 22_400, 4_600),
+    "parallel/zero": (26, 23_280, 5_490),
+    "parallel/fsdp": (26, 24_140, 6_350),
+    "parallel/tensor/layers": (24, 23_780, 2_880),
+    "parallel/pipeline/module": (26, 29_100, 10_840),
 }
 TOKENS_PER_LINE = 9.5
-TEST_LINES = 33_630  # of all files below tests/; the goal is 30,000
+TEST_LINES = 33_230  # of all files below tests/; the goal is 30,000
 LONG_LINES = 0.06  # of the lines that are not blank, beyond 100 columns
 
 IGNORED = {

@@ -191,7 +191,8 @@ class DeferredGradients(deque[tuple[Leaf, LazyGradient, BackwardPass]]):
         """Compute and accumulate every gradient in the order of the passes; hooks run as parameters become complete."""
         with running_pass(Counter()):
             while self:
-                leaf, gradient, its_pass = self.popleft()  # its saved activations are freed when it is done
+                # The saved activations of the gradient are freed when it is done.
+                leaf, gradient, its_pass = self.popleft()
                 its_pass.close_use(leaf, gradient)
 
 

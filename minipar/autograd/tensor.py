@@ -109,7 +109,9 @@ class Operation(Function):
     def forward(self, *inputs: Any) -> Array:
         output, *gradients = self.rule(*inputs, **self.options)
         if any(self.needs[len(gradients) :]):
-            raise ValueError(f"{self.operation_name()} has no gradient for its last input: give a constant")
+            raise ValueError(
+                f"{self.operation_name()} has no gradient for its last input: give a constant"
+            )
         for i, gradient in enumerate(gradients):
             if not self.needs[i]:
                 continue
@@ -255,11 +257,11 @@ class Tensor:
         if gradient is None and self.size == 1:
             gradient = xp.ones_like(self.data)
         if gradient is None or gradient.shape != self.shape:
-            raise ValueError(f"backward() of a tensor of shape {self.shape} needs a gradient of that shape")
-        if not self.requires_grad:
-            causes = (
-                "it was computed under no_grad, from arrays (.data), or by a PipelineModule, which runs it"
+            raise ValueError(
+                f"backward() of a tensor of shape {self.shape} needs a gradient of that shape"
             )
+        if not self.requires_grad:
+            causes = "it was computed under no_grad, from arrays (.data), or by a PipelineModule, which runs it"
             raise ValueError(f"backward() of a tensor that does not require a gradient: {causes}")
         if self.node is None:
             self.accumulate(gradient)

@@ -154,7 +154,11 @@ def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
 
 
 def pairwise_all_to_all(
-    link: Link, x: np.ndarray, out: np.ndarray, sends: Bounds | None = None, receives: Bounds | None = None
+    link: Link,
+    x: np.ndarray,
+    out: np.ndarray,
+    sends: Bounds | None = None,
+    receives: Bounds | None = None,
 ) -> Steps:
     """Send chunk j of x to rank j; set out = the chunks sent here, in rank order. (p-1) alpha + n(p-1)/p beta.
 
@@ -285,7 +289,9 @@ def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) ->
     return chain(_halve(link, x, combine), gather_by_doubling(link, x), unfold(link, x, x))
 
 
-def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
+def recursive_halving_reduce_scatter(
+    link: Link, x: np.ndarray, out: np.ndarray, combine: Combine
+) -> Steps:
     """Set out = chunk r of the sum. lg p alpha + n(p-1)/p (beta + gamma) when p is a power of two."""
     total = x.copy()  # halving overwrites its input
     yield from _halve(link, total, combine)

@@ -121,7 +121,9 @@ class Tracer:
         self.clock = clock
         self.enabled = False
         self.events: list[dict[str, Any]] = []
-        self._tracks: dict[str, tuple[int, str]] = {"computation": (0, "computation")}  # key -> (tid, name)
+        self._tracks: dict[str, tuple[int, str]] = {
+            "computation": (0, "computation")
+        }  # key -> (tid, name)
 
     @contextmanager
     def region(self, name: str, flops: float = 0.0) -> Iterator[None]:
@@ -136,7 +138,9 @@ class Tracer:
             yield
         finally:
             if self.enabled:
-                self.slice(0, name, "computation", start, self.clock.now(), {"flops": flops} if flops else {})
+                self.slice(
+                    0, name, "computation", start, self.clock.now(), {"flops": flops} if flops else {}
+                )
 
     def track(self, key: str, name: str) -> int:
         """Return the number of the track with this key.

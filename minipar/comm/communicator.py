@@ -225,7 +225,9 @@ class Communicator:
         elements = flat.size if counts is None else 0
         return self._issue("all_to_all", algorithm, arguments, host, out, async_op, elements)
 
-    def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
+    def broadcast(
+        self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False
+    ) -> Result:
         """Copy x of `root` to every rank, in place.
 
         Sent: n bytes per child in a binomial tree, n(p-1) in all.

@@ -73,7 +73,9 @@ def world() -> Communicator:
     if comm.size == 1 and variables and os.environ[variables[0]] != "1":
         count = os.environ[variables[0]]
         remedy = f"start with the mpirun that belongs to mpi4py's MPI: mpirun -n {count} python ..."
-        raise UsageError(f"{variables[0]} = {count} processes were started, but MPI sees 1 rank: {remedy}")
+        raise UsageError(
+            f"{variables[0]} = {count} processes were started, but MPI sees 1 rank: {remedy}"
+        )
     return comm
 
 

@@ -24,7 +24,13 @@ class DeviceMesh:
     AXES: tuple[str, ...] = ("tp", "cp", "dp", "pp")  # fastest first
 
     def __init__(
-        self, comm: Communicator, dp: int | None = None, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1
+        self,
+        comm: Communicator,
+        dp: int | None = None,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
     ) -> None:
         self.world = comm
         self.shape = mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp, cp)
@@ -59,7 +65,9 @@ class DeviceMesh:
 def check_expert_mesh(dp: int, cp: int, ep: int) -> None:
     """Raise UsageError unless edp x ep, for a whole edp, are the ranks of dp x cp."""
     if ep < 1 or dp * cp % ep:
-        raise UsageError(f"dp*cp/ep = {dp}*{cp}/{ep} is not a whole number: edp*ep are the ranks of dp*cp")
+        raise UsageError(
+            f"dp*cp/ep = {dp}*{cp}/{ep} is not a whole number: edp*ep are the ranks of dp*cp"
+        )
 
 
 def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int, cp: int) -> dict[str, int]:

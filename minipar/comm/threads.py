@@ -134,11 +134,15 @@ class ThreadTransport:
 
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Link) -> Request:
         me, other = self.ranks[self.rank], self.ranks[source]
-        return self._post((other, me), _Message(owner, "receive from", other, array.nbytes, tag, array, me))
+        return self._post(
+            (other, me), _Message(owner, "receive from", other, array.nbytes, tag, array, me)
+        )
 
     def _post(self, ends: tuple[int, int], message: _Message) -> Request:
         """Post a message from rank to rank: a user's is matched by its tag, a collective's by its order."""
-        return self.world.post((self.name, *ends, message.tag if message.tag < USER_TAGS else -1), message)
+        return self.world.post(
+            (self.name, *ends, message.tag if message.tag < USER_TAGS else -1), message
+        )
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
         self.world.pause(self.ranks[self.rank], waiting_for)
@@ -180,7 +184,9 @@ def run_local(
                 if leaving.code:
                     raise
             with world.lock:
-                world.idle[rank] = None  # if all others wait, the next of them to look reports the deadlock
+                world.idle[rank] = (
+                    None  # if all others wait, the next of them to look reports the deadlock
+                )
         except _Released:
             pass
         except BaseException as error:

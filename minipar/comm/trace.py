@@ -229,7 +229,9 @@ def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     slowest axis first.
     """
     comm.tracer.enabled = False
-    everyone = comm.all_gather_bytes(json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode())
+    everyone = comm.all_gather_bytes(
+        json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode()
+    )
     if comm.rank > 0:
         return
     events = [event for data in everyone for event in json.loads(data)]

@@ -17,7 +17,9 @@ from minipar.compare.step_comparison import StepComparison
 from minipar.errors import UsageError, printable
 
 MOST = 0.01  # the largest relative difference that rounding explains
-GROWTH = 10  # times what rounding explains: a smaller difference may be rounding that training has amplified
+GROWTH = (
+    10  # times what rounding explains: a smaller difference may be rounding that training has amplified
+)
 ADVICE = (
     "    rounding may have grown to this: what comes before is equal. To tell it from a mistake, resume both runs from"
     " one checkpoint of the step before, or record both in float64, where only rounding is smaller"
@@ -40,7 +42,9 @@ class Finding:
     differences: tuple[Difference, ...]
     # By step and parameter: B's gradient norm / A's; None where equal.
     ratios: dict[int, dict[str, float | None]]
-    may_be_rounding: bool  # what comes before is equal, and the differences at most GROWTH times the limit
+    may_be_rounding: (
+        bool  # what comes before is equal, and the differences at most GROWTH times the limit
+    )
     skipped: tuple[int, ...] = ()  # by both runs, because gradients were not finite
 
     @property
@@ -143,7 +147,9 @@ def as_text(finding: Finding) -> str:
             ratio = "no constant ratio"
         else:
             ratio = f"B = {found.ratio:.5g} A".replace("= 1 A", "is nearly A")
-        count = f" ({len(found.parameters)} of {finding.parameters} parameters)" if found.parameters else ""
+        count = (
+            f" ({len(found.parameters)} of {finding.parameters} parameters)" if found.parameters else ""
+        )
         lines.append(f"  {found.quantity}: {ratio}: {found.group}{count}")
         lines += [f"    {cause}" for cause in found.causes]
     if finding.may_be_rounding:

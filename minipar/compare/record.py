@@ -35,7 +35,9 @@ class Record:
         facts["shapes"] = {name: values.shape for name, values in parameters.items()}
         (self.directory / "run.json").write_text(json.dumps(facts))
 
-    def step(self, step: int, loss: float, grad_norm: float, gradients: Arrays, parameters: Arrays) -> None:
+    def step(
+        self, step: int, loss: float, grad_norm: float, gradients: Arrays, parameters: Arrays
+    ) -> None:
         """Write one step, counted from 0; `gradients` are those before clipping, `parameters` those after the step.
 
         ValueError if an array has another shape than its parameter, TypeError if a value is complex.
@@ -44,7 +46,9 @@ class Record:
         for name, before in self.parameters.items():
             for what, values in (("gradient", gradients[name]), ("parameter", parameters[name])):
                 if np.shape(values) != before.shape:
-                    raise ValueError(f"{what} {name} has shape {np.shape(values)}, expected {before.shape}")
+                    raise ValueError(
+                        f"{what} {name} has shape {np.shape(values)}, expected {before.shape}"
+                    )
             arrays[f"gradient/{name}"] = measure(name, gradients[name])
             with np.errstate(over="ignore", invalid="ignore"):  # the comparison names what is not finite
                 update = parameters[name] - before

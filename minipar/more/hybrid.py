@@ -26,7 +26,9 @@ class HybridComm:
     """
 
     def __init__(self, comm: Communicator, replicas: int) -> None:
-        check_divides("ranks/replicas", comm.size, replicas, "each replica of the shards has as many ranks")
+        check_divides(
+            "ranks/replicas", comm.size, replicas, "each replica of the shards has as many ranks"
+        )
         self.comm = comm
         self.chunk_comm, self.across = comm.split_into(replicas)
 
@@ -34,7 +36,9 @@ class HybridComm:
         """Return what all ranks have, such as `size` and `all_reduce`: the communicator's own."""
         return getattr(self.comm, name)
 
-    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> "_TwoSums":
+    def reduce_scatter(
+        self, x: Array, *, out: Array, algorithm: str, async_op: bool = False
+    ) -> "_TwoSums":
         """Start to reduce-scatter x inside; its end starts an all-reduce of `out` across."""
         first = self.chunk_comm.reduce_scatter(x, out=out, algorithm=algorithm, async_op=True)
         return _TwoSums(first, self.across, out, algorithm)

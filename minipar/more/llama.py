@@ -287,7 +287,9 @@ class Llama(LanguageModel):
         else:
             self.lm_head = projection(self, config.n_embd, config.vocab_size, "lm_head")
             matrix = self.lm_head.weight
-        self.segments = [Segment("embedding", self.embed, [self.token_embedding], reads_in_backward=False)]
+        self.segments = [
+            Segment("embedding", self.embed, [self.token_embedding], reads_in_backward=False)
+        ]
         for name, block in zip(names, self.model.layers, strict=True):
             run = partial(self.run_block, block)
             self.segments.append(Segment(name, run, block.parameters()))

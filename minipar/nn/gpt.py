@@ -138,7 +138,9 @@ class SelfAttention(Module):
 class Attention(SelfAttention):
     """Multi-head causal self-attention: (B, T, h) -> (B, T, h)."""
 
-    def __init__(self, config: GPTConfig, name: str, seed: int | None, dtype: str, dropout: float) -> None:
+    def __init__(
+        self, config: GPTConfig, name: str, seed: int | None, dtype: str, dropout: float
+    ) -> None:
         h = config.n_embd
         self.heads = config.n_head
         self.kv_heads = config.n_head
@@ -160,11 +162,15 @@ class Attention(SelfAttention):
 class MLP(Module):
     """Two linear layers with a GELU between them: (B, T, h) -> (B, T, 4h) -> (B, T, h)."""
 
-    def __init__(self, config: GPTConfig, name: str, seed: int | None, dtype: str, dropout: float) -> None:
+    def __init__(
+        self, config: GPTConfig, name: str, seed: int | None, dtype: str, dropout: float
+    ) -> None:
         h = config.n_embd
         std = config.initializer_range
         self.c_fc = Linear(h, 4 * h, name=f"{name}.c_fc", seed=seed, dtype=dtype, std=std)
-        self.c_proj = Linear(4 * h, h, name=f"{name}.c_proj", seed=seed, dtype=dtype, std=config.residual_std)
+        self.c_proj = Linear(
+            4 * h, h, name=f"{name}.c_proj", seed=seed, dtype=dtype, std=config.residual_std
+        )
         self.dropout = Dropout(f"{name}.dropout", dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -174,7 +180,9 @@ class MLP(Module):
 class Block(Module):
     """One Transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: GPTConfig, name: str, seed: int | None, dtype: str, dropout: float) -> None:
+    def __init__(
+        self, config: GPTConfig, name: str, seed: int | None, dtype: str, dropout: float
+    ) -> None:
         self.ln_1 = LayerNorm(config.n_embd, config.layer_norm_epsilon, dtype)
         self.attn = Attention(config, f"{name}.attn", seed, dtype, dropout)
         self.ln_2 = LayerNorm(config.n_embd, config.layer_norm_epsilon, dtype)

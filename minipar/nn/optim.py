@@ -30,7 +30,9 @@ class Optimizer:
     def __init__(self, parameters: Iterable[Parameter]) -> None:
         self.parameters = list(parameters)
         if len(set(self.parameters)) < len(self.parameters):
-            raise UsageError("optimizer: a parameter is given twice, and every step would change it twice")
+            raise UsageError(
+                "optimizer: a parameter is given twice, and every step would change it twice"
+            )
         check_names(self.parameters)
         self.steps = 0  # taken so far
         for owner in owners_of(self.parameters):
@@ -78,7 +80,9 @@ def check_gradients(parameters: Sequence[Parameter]) -> None:
         raise RuntimeError(f"optimizer.step(): no parameter has a gradient; {remedy}")
     for p in parameters:
         if p.grad is not None and p.grad is p.used_gradient and p.grad_buffer is None:
-            raise RuntimeError(f"optimizer.step() would use the gradients of the last step again; {remedy}")
+            raise RuntimeError(
+                f"optimizer.step() would use the gradients of the last step again; {remedy}"
+            )
 
 
 class SGD(Optimizer):
@@ -202,7 +206,9 @@ class AdamW(Optimizer):
         own = [p.describe() for p in self.parameters]
         if state.get("holds", own) != own or len(state["param_groups"][0]["params"]) != len(own):
             remedy = "load it on the rank that saved it, in the same layout"
-            raise ValueError(f"optimizer state of {state.get('holds')}, but this rank holds {own}: {remedy}")
+            raise ValueError(
+                f"optimizer state of {state.get('holds')}, but this rank holds {own}: {remedy}"
+            )
         (group,) = state["param_groups"]
         self.lr = group["lr"]
         self.betas = tuple(group["betas"])

@@ -21,7 +21,9 @@ from minipar.parallel.placement import attach_placements, placement_of
 
 FORGOTTEN = "backward() after optimizer.step() would add to used gradients: call optimizer.zero_grad()"
 PARTED = "every rank must do the same in every step, such as clip gradients and set the learning rate"
-DIFFERENT = "draw values by name (mp.Linear(..., name=...)) or from one seed, and load the same on all ranks"
+DIFFERENT = (
+    "draw values by name (mp.Linear(..., name=...)) or from one seed, and load the same on all ranks"
+)
 
 
 class Contract(Owner):
@@ -48,8 +50,12 @@ class Contract(Owner):
         in_place = self.given | self.held if compared else self.given
         # The arrays in which the strategy has left the values that an optimizer changes.
         self.values = {p: p.data for p in in_place} if self.is_sharded else {}
-        self.state = "none"  # gradients are none, local (not summed over the ranks yet), summed, or stepped
-        self.is_scaled = False  # inside a backward pass whose loss was divided by the targets of all ranks
+        self.state = (
+            "none"  # gradients are none, local (not summed over the ranks yet), summed, or stepped
+        )
+        self.is_scaled = (
+            False  # inside a backward pass whose loss was divided by the targets of all ranks
+        )
         self.losses = 0
         self.updated: set[Parameter] = set()  # an optimizer has updated these with the gradients of now
         for p in self.held | self.given:
@@ -72,7 +78,9 @@ class Contract(Owner):
         self.losses += 1
         if self.losses > 1 and self.losses.bit_count() == 1:
             for bucket in self.compared:
-                check_same_values(bucket.parameters, bucket.comm, "the ranks' parameters have parted", PARTED)
+                check_same_values(
+                    bucket.parameters, bucket.comm, "the ranks' parameters have parted", PARTED
+                )
 
     def begin_pass(self) -> None:
         """Note that backward of a scaled loss begins. RuntimeError if it would add to gradients that are used up."""
@@ -121,8 +129,12 @@ class Contract(Owner):
         """Raise ValueError if an optimizer holds parameters of the model that the strategy does not give it."""
         wrong = [p for p in parameters if self in p.owners and p not in self.given]
         if wrong:
-            why = f"the optimizer holds {placement_of(wrong[0]).name}, but each rank updates its own shards"
-            raise ValueError(f"{why}: write AdamW(wrapper.parameters()) instead of AdamW(model.parameters())")
+            why = (
+                f"the optimizer holds {placement_of(wrong[0]).name}, but each rank updates its own shards"
+            )
+            raise ValueError(
+                f"{why}: write AdamW(wrapper.parameters()) instead of AdamW(model.parameters())"
+            )
 
     def check_sum(self, parameters: Sequence[Parameter], group: Communicator, is_complete: bool) -> None:
         """Raise UsageError: the strategy sums these gradients already."""
@@ -132,7 +144,9 @@ class Contract(Owner):
         """Raise RuntimeError if the gradients are not summed over the ranks yet."""
         if self.state == "local":
             why = "gradients were not summed over the ranks"
-            remedy = "run the last backward outside `no_sync` (after scaled_backward: wrapper.synchronize())"
+            remedy = (
+                "run the last backward outside `no_sync` (after scaled_backward: wrapper.synchronize())"
+            )
             raise RuntimeError(f"{why}: {remedy}")
 
     def before_step(self, parameters: Sequence[Parameter]) -> None:
@@ -196,6 +210,8 @@ def check_groups(groups: Sequence[Group], is_complete: bool) -> None:
             p.zero_grad()  # the first step's gradient would be added to it
 
 
-def check_same_values(parameters: Sequence[Parameter], comm: Communicator, what: str, remedy: str) -> None:
+def check_same_values(
+    parameters: Sequence[Parameter], comm: Communicator, what: str, remedy: str
+) -> None:
     """Raise UsageError, on every rank of `comm`, if they hold other values of these parameters."""
     check_alike(comm, [(placement_of(p).name, p.data) for p in parameters], what, remedy)

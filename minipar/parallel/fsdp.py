@@ -152,10 +152,12 @@ class FullyShardedDataParallel(DataParallel[Unit]):
         """Run a segment; gather and free its units before and after its forward and its backward."""
         backward_is_next = needs.segment.is_last and grad_enabled.get()
         self.gather(needs.reads, needs.next_in_backward if backward_is_next else needs.next_in_forward)
-        y = forward(at_backward(x, partial(self.free, needs.reads)))  # backward comes to x after the segment
+        # Backward comes to x after the segment.
+        y = forward(at_backward(x, partial(self.free, needs.reads)))
         if not backward_is_next:
             self.free(needs.reads)
-        return at_backward(y, partial(self.pre_backward, needs))  # backward comes to y before the segment
+        # Backward comes to y before the segment.
+        return at_backward(y, partial(self.pre_backward, needs))
 
     def run_model(self, function: Callable[..., Any], *inputs: Array) -> Any:
         """Run the model, or its loss; a model without segments is gathered whole."""

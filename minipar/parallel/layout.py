@@ -167,7 +167,9 @@ class StepLayout:
             for p in unit:
                 placement = Placement(names[p], p.shape, pp=pp, unit=i, units=len(units))
                 if self.tp > 1:
-                    over_tp = tensor_placement(plan, names[p], p.shape, tp, self.tp, self.sequence_parallel)
+                    over_tp = tensor_placement(
+                        plan, names[p], p.shape, tp, self.tp, self.sequence_parallel
+                    )
                     placement = replace(placement, tp=over_tp)
                 holder = self.expert_rank(names[p])
                 if holder is None:

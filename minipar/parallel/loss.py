@@ -26,7 +26,8 @@ def global_mean_loss(
     targets = max(1.0, total[1])
 
     def forward(local_sum: Array) -> Array:
-        return xp.full_like(local_sum, total[0] / targets)  # the mean of all ranks; the graph is this rank's
+        # The value is the mean of all ranks; the graph is this rank's.
+        return xp.full_like(local_sum, total[0] / targets)
 
     def backward(grad: Array) -> Array:
         before_backward()

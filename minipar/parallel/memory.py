@@ -60,7 +60,9 @@ class ModelState:
         return self.parameters + self.gradients + self.optimizer
 
 
-def elements_held(psi: int, own: Count, stage: int, accumulating: bool = False) -> tuple[Count, Count, Count]:
+def elements_held(
+    psi: int, own: Count, stage: int, accumulating: bool = False
+) -> tuple[Count, Count, Count]:
     """Count the (parameters, gradients, optimizer state) of a rank that owns `own` of psi elements.
 
     If `accumulating`, microbatches add up in whole gradients before these are reduced (`no_sync`).

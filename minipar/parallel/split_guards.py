@@ -14,16 +14,22 @@ def check_split(model: Any, strategy: str, comm: Communicator) -> None:
     It comes before the wrapper, once. Tensor parallelism shares no two ranks with another strategy.
     """
     is_pipeline = isinstance(model, Owner)
-    if is_pipeline or any(p.placement is not None and p.placement.dp is not None for p in model.parameters()):
+    if is_pipeline or any(
+        p.placement is not None and p.placement.dp is not None for p in model.parameters()
+    ):
         remedy = f"call mp.{strategy}(model, ...) first, then mp.DistributedDataParallel, mp.fully_shard or mp.shard"
         raise UsageError(f"{strategy} of a model that is wrapped already: {remedy}")
     for other, ranks in model.split_over:
         if other == strategy:
-            raise UsageError(f"{strategy} has split this model already: call it once, or make a new model")
+            raise UsageError(
+                f"{strategy} has split this model already: call it once, or make a new model"
+            )
         shared = set(ranks) & set(comm.ranks)
         if len(shared) > 1 and "tensor_parallel" in (strategy, other):
             why = f"{other} has split this model over ranks {list(ranks)} already"
-            remedy = "give each its own axis, such as mesh.tp and mesh.cp of mp.DeviceMesh(comm, tp=2, cp=2)"
+            remedy = (
+                "give each its own axis, such as mesh.tp and mesh.cp of mp.DeviceMesh(comm, tp=2, cp=2)"
+            )
             raise UsageError(f"{strategy} over ranks {list(comm.ranks)}: {why}; {remedy}")
 
 

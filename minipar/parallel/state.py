@@ -17,7 +17,13 @@ from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
-from minipar.parallel.placement import Shard, TensorPlacement, attach_placements, elements_of, placement_of
+from minipar.parallel.placement import (
+    Shard,
+    TensorPlacement,
+    attach_placements,
+    elements_of,
+    placement_of,
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,10 @@ def join(shape: tuple[int, ...], pieces: Iterable[tuple[Piece, Array]]) -> Array
 
 
 def gather_state(
-    model: Module, parameters: Sequence[Parameter], comm: Communicator, values: Sequence[Any] | None = None
+    model: Module,
+    parameters: Sequence[Parameter],
+    comm: Communicator,
+    values: Sequence[Any] | None = None,
 ) -> dict[str, np.ndarray]:
     """Collect the serial model's parameters by name, as host arrays, on rank 0; others get {}.
 

@@ -28,7 +28,12 @@ def shard(
     """
     if stage == 3:
         return FullyShardedDataParallel(
-            model, comm, algorithm, segment_lists=segment_lists, groups=groups, before_reduce=before_reduce
+            model,
+            comm,
+            algorithm,
+            segment_lists=segment_lists,
+            groups=groups,
+            before_reduce=before_reduce,
         )
     if stage not in STAGES:
         raise ValueError(f"ZeRO stage {stage}: expected 0, 1, 2 or 3")

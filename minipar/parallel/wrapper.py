@@ -46,7 +46,9 @@ class DataParallel(Generic[AnyBucket]):
         self.buckets = buckets[::-1]  # backward completes the last parameters first
         # Its hooks run before those that send, so that it refuses first.
         compared = buckets if self.holds_values else []
-        self.contract = Contract(model, self.parameters(), compared, self.after_step, self.accumulates_sums)
+        self.contract = Contract(
+            model, self.parameters(), compared, self.after_step, self.accumulates_sums
+        )
         self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
 
     # ---- what each strategy defines

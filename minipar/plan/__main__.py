@@ -10,8 +10,7 @@ from typing import Any
 
 from minipar.cli import UsageParser, report, write_json, write_out
 from minipar.errors import UsageError, check_divides, printable
-from minipar.more.context.context_parallel import METHODS
-from minipar.more.context.token_order import ORDERS
+from minipar.more.context.token_order import METHODS, ORDERS
 from minipar.parallel.memory import STAGES
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.plan.cluster import GPUS, Cluster, Gpu

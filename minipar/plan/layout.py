@@ -9,8 +9,7 @@ with, `MINIPAR` is this repository's own program, so that predictions can be com
 from dataclasses import dataclass
 
 from minipar.errors import UsageError, check_divides
-from minipar.more.context.context_parallel import METHODS
-from minipar.more.context.token_order import ORDERS, check_length
+from minipar.more.context.token_order import METHODS, ORDERS, check_length
 from minipar.more.context.ulysses import check_heads
 from minipar.parallel.memory import MIXED, Precision
 from minipar.plan.model import ModelShape

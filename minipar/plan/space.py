@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import isqrt
 
-from minipar.more.context.context_parallel import METHODS
-from minipar.more.context.token_order import check_length
+from minipar.more.context.token_order import METHODS, check_length
 from minipar.parallel.memory import STAGES, Precision
 from minipar.plan.cluster import Cluster
 from minipar.plan.layout import PRECISIONS, Layout, check_experts

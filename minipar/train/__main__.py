@@ -99,7 +99,12 @@ def train(trainer: Trainer, held_out: np.ndarray | None) -> list[StepResult]:
         results.append(result)
         now = time.monotonic()
         speed = trainer.tokens_per_step / (now - start)
-        row = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "tokens_per_second": speed}
+        row = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "tokens_per_second": speed,
+        }
         is_shown = is_due(step, args.steps, args.eval_every)
         if held_out is not None and is_shown:
             row["eval_loss"] = trainer.validation_loss(held_out)
@@ -127,9 +132,7 @@ def opening(trainer: Trainer) -> str:
     args = trainer.args
     sizes = f"{args.layers} layers, hidden {args.hidden}, {args.heads} heads, {args.dtype}"
     model = f"{args.shape.model_type} with {sum(trainer.sizes.values()):,} parameters ({sizes})"
-    mesh = (
-        f"dp {args.dp}, tp {args.tp}, pp {args.pp}, cp {args.cp}, ep {args.ep}, ZeRO stage {args.zero_stage}"
-    )
+    mesh = f"dp {args.dp}, tp {args.tp}, pp {args.pp}, cp {args.cp}, ep {args.ep}, ZeRO stage {args.zero_stage}"
     batch = f"global batch {args.global_batch} x {args.seq_len} tokens, microbatches per replica: {args.microbatches}"
     return (
         f"minipar: {model} on {len(trainer.batches.tokens.ids):,} tokens of {printable(trainer.batches.tokens.name)}\n"

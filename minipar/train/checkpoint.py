@@ -148,5 +148,7 @@ def read_array(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarra
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     if array.shape != shape or array.dtype != dtype:
-        raise UsageError(f"{path} is {array.dtype} {array.shape}, but the model's array is {dtype} {shape}")
+        raise UsageError(
+            f"{path} is {array.dtype} {array.shape}, but the model's array is {dtype} {shape}"
+        )
     return array

@@ -67,7 +67,9 @@ def load_tokens(path: str | None, vocab_size: int, seq_len: int) -> Tokens:
     except (OSError, ValueError) as error:  # ValueError: it is empty, or has half a token
         raise UsageError(f"--data {path} cannot be read: {error}") from None
     if len(ids) < seq_len + 1:
-        raise UsageError(f"{name} holds {len(ids)} tokens, but a sample takes seq-len + 1 = {seq_len + 1}")
+        raise UsageError(
+            f"{name} holds {len(ids)} tokens, but a sample takes seq-len + 1 = {seq_len + 1}"
+        )
     if ids.max() >= vocab_size:
         raise UsageError(f"{name} has token {ids.max()}, but ids are below vocab-size {vocab_size}")
     return Tokens(ids, name)
@@ -112,7 +114,8 @@ class Batches:
         stream = generator(self.seed, "data").bit_generator
         # There are 2**64 blocks for each step, so steps never overlap.
         stream.advance(step << 64)  # type: ignore[attr-defined]
-        starts = stream.random_raw(self.global_batch) % np.uint64(n - self.length)  # (B,), at most n - T - 1
+        # (B,), at most n - T - 1
+        starts = stream.random_raw(self.global_batch) % np.uint64(n - self.length)
         return starts.astype(np.int64)[:, None] + offsets
 
     def batch(self, step: int, samples: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from functools import partial
 from minipar.cli import UsageParser
 from minipar.comm.mesh import mesh_shape
 from minipar.errors import UsageError, check_divides
-from minipar.more.context.context_parallel import METHODS
+from minipar.more.context.token_order import METHODS
 from minipar.more.experts.mixtral import MixtralConfig
 from minipar.more.llama import LlamaConfig
 from minipar.nn.gpt import GPTConfig, TransformerConfig

@@ -35,12 +35,9 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     Return the strategy of each axis; tensor and pipeline parallelism are None if their axis has one rank. The optimizer
     takes the parameters of the first, and the last runs a step's schedule.
     """
-    # Gradients of 2 bytes are added up, and summed over ranks, in float32.
-    sum_dtype = "float32" if np.dtype(args.dtype).itemsize == 2 else None
-
     # Context parallelism: each rank of cp has a part of every sample's tokens. Attention also needs the keys and
     # values of the other parts, which the ranks send to one another.
-    context = context_parallel(model, mesh.cp, args.context_parallel, "zigzag", args.reduction, sum_dtype)
+    context = context_parallel(model, mesh.cp, args.context_parallel, "zigzag", args.reduction)
 
     # Tensor parallelism: each rank of tp keeps a part of every layer. With sequence parallelism some gradients on a
     # rank come from a part of the tokens alone: `tensor.sum_partial` sums these over tp, before dp sums them.
@@ -50,7 +47,7 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     if args.reduction == "tree":
         tensor = tree_parallel(model, mesh.tp, leaf_count(model.config, args.seq_len), sequence)
     elif mesh.tp.size > 1:
-        tensor = tensor_parallel(model, mesh.tp, args.reduction, sequence, reduce_dtype=sum_dtype)
+        tensor = tensor_parallel(model, mesh.tp, args.reduction, sequence)
 
     # Expert parallelism: each rank of ep keeps some experts of every layer. Their gradients are summed over edp, the
     # ranks that hold the same experts, and all other gradients over dp x cp.

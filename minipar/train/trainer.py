@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from minipar import memory
-from minipar.autograd.fused import flop_counter
-from minipar.autograd.modes import no_grad
-from minipar.autograd.tensor import Tensor
+from minipar.autograd import Tensor, flop_counter, no_grad
 from minipar.backend import Array, from_host, wait_for_device, xp
 from minipar.comm.clock import ModelClock
 from minipar.comm.mesh import DeviceMesh
@@ -175,7 +173,8 @@ class Trainer:
             phase = "forward" if action.kind == "F" else "backward"
             memory.enter(phase)
             region = self.mesh.world.tracer.region(phase if self.pipeline is None else str(action))
-            masks = dropping(DropoutKeys(args.seed, step, self.samples(replica, m)))  # for recomputation too
+            # For recomputation too.
+            masks = dropping(DropoutKeys(args.seed, step, self.samples(replica, m)))
             # Every schedule runs the last microbatch's backward last. That backward sums gradients over the replicas;
             # before, they add up on each rank.
             sends = args.sync_every_microbatch or m == args.microbatches - 1

@@ -8,7 +8,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError
 from minipar.more.tree import exact_norm
 from minipar.more.tree.leaves import LeafGradients
-from minipar.more.tree.tree_sums import is_power_of_two, leaf_count, tree_sum
+from minipar.more.tree.tree_sums import is_power_of_two, tree_sum
 from minipar.parallel.pipeline.actions import Action
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
@@ -31,10 +31,6 @@ def check_tree(args: Namespace) -> None:
             raise UsageError(
                 f"--reduction tree with {name} = {size}: pairs are added, so it is a power of two"
             )
-    leaves = leaf_count(args.shape, args.seq_len)
-    if args.tp > leaves:
-        common = "the power of two in heads, heads of keys, ffn, vocab-size and seq-len"
-        raise UsageError(f"--reduction tree with tp = {args.tp} is more than {leaves}, {common}")
 
 
 class TreeTrainer(Trainer):
@@ -45,8 +41,10 @@ class TreeTrainer(Trainer):
     def __init__(self, args: Namespace, mesh: DeviceMesh, tokens: Tokens) -> None:
         super().__init__(args, mesh, tokens)
         exact_norm.check_size(sum(self.sizes.values()))
-        self.ddp.before_reduce = None  # the leaves are summed over tp one by one; twice would be too often
-        assert self.tensor is not None, "trees have their own layers, on one rank too"
+        self.ddp.before_reduce = (
+            None  # the leaves are summed over tp one by one; twice would be too often
+        )
+        assert self.tensor is not None  # trees have their own layers, on one rank too
         buckets = [bucket.parameters for bucket in self.ddp.buckets]
         self.leaves = LeafGradients(buckets, self.tensor, self.pipeline)
 

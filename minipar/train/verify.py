@@ -46,7 +46,9 @@ class OneDevice(Trainer):
             for replica in range(self.args.dp):
                 self.ddp.zero_grad()
                 total_loss += sum(self.run_schedule(step, replica))
-                totals = [total + bucket.complete() for total, bucket in zip(totals, buckets, strict=True)]
+                totals = [
+                    total + bucket.complete() for total, bucket in zip(totals, buckets, strict=True)
+                ]
         for total, bucket in zip(totals, buckets, strict=True):
             bucket.complete()[...] = total
         self.ddp.synchronize()

@@ -6,7 +6,7 @@ import pytest
 from planning import a100s, layout
 
 from minipar.errors import UsageError
-from minipar.more.context.context_parallel import METHODS
+from minipar.more.context.token_order import METHODS
 from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import PRECISIONS
 from minipar.plan.model import ModelShape, find_model

@@ -32,7 +32,7 @@ from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.more.context.context_guard import ContextGuard
-from minipar.more.context.token_order import ContextParallel, check_choice
+from minipar.more.context.token_order import METHODS, ContextParallel, check_choice
 from minipar.more.context.ulysses import UlyssesAttention
 from minipar.more.experts.mixtral import MoE
 from minipar.nn.gpt import SelfAttention
@@ -40,7 +40,6 @@ from minipar.nn.layers import Dropout, MaskSlice
 from minipar.parallel.split_guards import check_split, note_split
 from numpy.typing import DTypeLike
 
-METHODS = ("ring", "all-gather", "ulysses")
 KEYS_VALUES = 0  # the tags of the ring's messages
 GRADIENT = 1
 REMEDY = "method='ulysses' or dropout=0"
@@ -120,7 +119,10 @@ class RingAttention:
     """
 
     def __init__(
-        self, context: ContextParallel, dtype: DTypeLike | None = None, reduce_dtype: DTypeLike | None = None
+        self,
+        context: ContextParallel,
+        dtype: DTypeLike | None = None,
+        reduce_dtype: DTypeLike | None = None,
     ) -> None:
         self.context = context
         self.comm = context.comm
@@ -299,7 +301,6 @@ def context_parallel(
     method: str = "ring",
     order: str = "zigzag",
     reduction: str = "ring",
-    reduce_dtype: DTypeLike | None = None,
 ) -> ContextParallel:  # fmt: skip
     """Let `model` work on this rank's tokens of each sample, in place.
 
@@ -307,8 +308,8 @@ def context_parallel(
     `context.part(y)` of whole samples x and y, and wrap it over all ranks that hold other tokens
     (`mesh.dp_cp`): gradients add up over them, and the loss is divided by the count of all their
     targets. `reduction`, "ring" or "ordered", is the order in which "all-gather" adds the gradients
-    of keys and values. These gradients are added and sent in `reduce_dtype` (default: their own
-    dtype). Keys and values are sent in the model's dtype.
+    of keys and values. These gradients are added and sent in float32 at least, keys and values in
+    the model's dtype.
 
     UsageError if tokens or heads cannot be cut evenly, and for dropout with "ring" or "all-gather",
     where no rank has all probabilities of a head. ValueError where positions end: each rank has a
@@ -326,6 +327,7 @@ def context_parallel(
     ContextGuard(comm, model)
     c = context.size
     limit = model.config.n_positions
+    sum_dtype = xp.promote_types(model.dtype, "float32")
 
     def own(indices: np.ndarray) -> np.ndarray:
         """Select the indices of this rank's tokens from those of a whole sequence."""
@@ -343,8 +345,8 @@ def context_parallel(
         if method == "ulysses":
             return UlyssesAttention(serial, context)
         if method == "ring":
-            return partial(block_attention, RingAttention(context, model.dtype, reduce_dtype))
-        gathered = AllGatherAttention(context, reduction, model.dtype, reduce_dtype)
+            return partial(block_attention, RingAttention(context, model.dtype, sum_dtype))
+        gathered = AllGatherAttention(context, reduction, model.dtype, sum_dtype)
         return partial(block_attention, gathered)
 
     model.positions = positions

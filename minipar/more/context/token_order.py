@@ -15,6 +15,8 @@ from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides
 
+# The methods of attention over the ranks, which context_parallel.py explains.
+METHODS = ("ring", "all-gather", "ulysses")
 ORDERS = ("zigzag", "contiguous")
 
 

@@ -49,7 +49,9 @@ class ExpertParallel(Owner):
         self.experts: set[Parameter] = set()  # the parameters of this rank's experts
         self.has_groups = False
 
-    def groups(self, comm: Communicator, units: Sequence[Sequence[Parameter]] | None = None) -> list[Group]:
+    def groups(
+        self, comm: Communicator, units: Sequence[Sequence[Parameter]] | None = None
+    ) -> list[Group]:
         """Cut units of parameters (default: by_unit) into those summed over `comm` and the experts, over `replicas`.
 
         UsageError unless `comm` has all ranks that share the experts, and their replicas.
@@ -87,9 +89,7 @@ class ExpertParallel(Owner):
     def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if nobody sums the experts' gradients."""
         if not self.has_groups:
-            remedy = (
-                "wrap the model first: mp.shard(model, mesh.dp_cp, stage, groups=experts.groups(mesh.dp_cp))"
-            )
+            remedy = "wrap the model first: mp.shard(model, mesh.dp_cp, stage, groups=experts.groups(mesh.dp_cp))"
             raise ValueError(
                 f"the optimizer holds experts whose gradients nobody sums over their ranks; {remedy}"
             )
@@ -101,7 +101,9 @@ class ExpertParallel(Owner):
             remedy = (
                 "experts = mp.expert_parallel(...), then mp.shard(..., groups=experts.groups(mesh.dp_cp))"
             )
-            raise UsageError(f"experts are summed over other ranks than all else, for {why}: write {remedy}")
+            raise UsageError(
+                f"experts are summed over other ranks than all else, for {why}: write {remedy}"
+            )
 
     def run(self, moe: MoE, xs: Tensor, counts: np.ndarray) -> Tensor:
         """Run all E experts on this rank's rows: xs (M, h) -> (M, h). All ranks call it.

@@ -157,7 +157,9 @@ def rows_by_expert(indices: Array, experts: int) -> Rows:
     order = xp.argsort(chosen, kind="stable")  # the assignment in each row
     counts = to_host(xp.bincount(chosen, minlength=experts))
     row_of = xp.argsort(order).reshape(indices.shape)
-    return Rows(tokens=order // indices.shape[1], counts=counts, row_of=row_of, is_kept=xp.ones_like(indices))
+    return Rows(
+        tokens=order // indices.shape[1], counts=counts, row_of=row_of, is_kept=xp.ones_like(indices)
+    )
 
 
 def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:

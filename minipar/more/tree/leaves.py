@@ -35,7 +35,9 @@ class LeafGradients:
         self.tensor = tensor
         self.pipeline = pipeline
         self.sums: dict[Tensor, TreeSum] = {}
-        self.lent: dict[int, Array] = {}  # the head's gradients, on a last rank without the token embedding
+        self.lent: dict[
+            int, Array
+        ] = {}  # the head's gradients, on a last rank without the token embedding
 
     def take(self, number: int) -> None:
         """Take the gradients that backward has computed for microbatch `number`, perhaps a part of them."""

@@ -134,7 +134,9 @@ class VocabEmbedding(Module):
         if not self.is_compared:
             self.is_compared = True
             comm = self.border.group.comm
-            what = f"the ranks of {comm.axis} compute one model together, but were given different batches"
+            what = (
+                f"the ranks of {comm.axis} compute one model together, but were given different batches"
+            )
             check_alike(comm, [("x", tokens)], what, "cut the global batch by mesh.dp.rank alone")
         rows = self.weight.shape[0]
         local = self.checked(tokens) - self.border.group.rank * rows

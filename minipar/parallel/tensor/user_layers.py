@@ -3,7 +3,13 @@
 from minipar.comm.communicator import Communicator
 from minipar.errors import check_divides
 from minipar.nn.layers import Embedding, Linear
-from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding, shard_parameter
+from minipar.parallel.tensor.layers import (
+    Border,
+    ColumnLinear,
+    RowLinear,
+    VocabEmbedding,
+    shard_parameter,
+)
 from minipar.parallel.tensor.mappings import TensorGroup
 
 EQUAL = "each tensor-parallel rank has as many"

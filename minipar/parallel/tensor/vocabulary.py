@@ -58,7 +58,9 @@ class _VocabParallelCrossEntropy(CrossEntropyFunction):
         sums[0] = group.row_sums(p)
         group.comm.all_reduce(sums, algorithm=group.reduction)
         p /= sums[0][:, None]
-        self.save_for_backward(probabilities=p, rows=rows, targets=targets, counted=counted, one_hot=one_hot)
+        self.save_for_backward(
+            probabilities=p, rows=rows, targets=targets, counted=counted, one_hot=one_hot
+        )
         losses = xp.log(sums[0]) - sums[1]
         return xp.where(counted, losses, 0).sum()
 

@@ -11,7 +11,7 @@ from plan.test_compute import GPT3
 from plan.test_step_time import GPT2, LENGTH, stages, wires
 from planning import a100s, layout
 
-from minipar.more.context.context_parallel import METHODS
+from minipar.more.context.token_order import METHODS
 from minipar.parallel.pipeline.actions import peak_live
 from minipar.parallel.pipeline.schedules import make
 from minipar.plan.cluster import GPUS, Cluster, gather_seconds
