@@ -388,11 +388,11 @@ if rank == 0:
 # the gradient is freed when it has been sent.
 
 # %%
-from minipar.parallel.chunks import allocate_to_send
+from minipar.parallel.chunks import allocate_whole_gradient
 from minipar.parallel.zero import ZeroStage2
 
 if rank == 0:
-    show_source(ZeroStage2.run, allocate_to_send, ZeroStage2.reduce)
+    show_source(ZeroStage2.run, allocate_whole_gradient, ZeroStage2.reduce)
 
 # %% [markdown]
 # ## 5.4 Stage 3: shard the parameters

@@ -301,5 +301,6 @@ def cross_entropy_sum(logits: Tensor, targets: Array) -> Tensor:
     left to the caller. UsageError for a target that is not below V, and for targets of another shape
     (flat ones are fine).
     """
+    logits.check_whole()
     check_targets(targets, logits.shape[:-1], logits.shape[-1])
     return CrossEntropyFunction.apply(logits, targets)

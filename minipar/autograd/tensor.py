@@ -232,6 +232,9 @@ class Tensor:
             return format(self.item(), spec)
         return super().__format__(spec)
 
+    def check_whole(self) -> None:
+        """Do nothing: the last dim is whole. A subclass of which it is a part raises an error."""
+
     def detach(self) -> Tensor:
         """Return a tensor of the same data outside of the graph."""
         return Tensor(self.data)

@@ -24,17 +24,22 @@ def launch(main: Callable[[Communicator], Value], threads: int | None = None) ->
     Errors end every rank. UsageError, and MemoryError: one line, after a few seconds if not every
     rank raises it, and code 2. Ctrl-C: one line, code 130. `sys.exit(code)` with another code than
     0 on some of the ranks: one line, that code. Any other exception: `rank r:` with the traceback, code 1.
+    In a notebook, or at Python's prompt, an error is raised as it is.
     """
     try:
         if threads is not None:
             return run_local(threads, main)
         comm = world()
     except (UsageError, MemoryError) as error:
+        if is_interactive():
+            raise
         print_line(error_line(error))
         sys.exit(2)
     try:
         return main(comm)
     except (UsageError, MemoryError) as error:
+        if is_interactive():
+            raise
         end_every_rank(comm, 2, error_line(error))
     except KeyboardInterrupt:
         end_every_rank(comm, 130, "minipar: interrupted")
@@ -43,6 +48,11 @@ def launch(main: Callable[[Communicator], Value], threads: int | None = None) ->
             code = leaving.code if isinstance(leaving.code, int) else 1
             abort(code, f"minipar: rank {comm.rank} exits with {leaving.code!r}")
         raise
+
+
+def is_interactive() -> bool:
+    """Return whether a person types the program: in a notebook, or at Python's prompt."""
+    return hasattr(sys, "ps1")
 
 
 def main(fn: Callable[[Communicator], object]) -> NoReturn:

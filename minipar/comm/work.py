@@ -117,7 +117,7 @@ class Work:
         return self._result
 
     def wait_for_message(self) -> None:
-        """Advance all operations of this rank until the message has come that this one, or one before it, misses."""
+        """Advance all operations of this rank until the message that blocks this operation has come."""
         work = self.first()
         request = work.missing
         assert request is not None, "an operation that is not finished misses a message"
@@ -156,7 +156,7 @@ class Work:
                 work.post()
             except BaseException as error:
                 work.error = error
-                if work in self.comm.queue:  # waits for others do not raise it again
+                if work in self.comm.queue:  # so that later operations do not raise its error
                     work.leave_queue()
                 raise
             if work.missing is not None:

@@ -7,8 +7,9 @@ The model does not know that it is parallel; strategies change it from outside. 
 replaces layers by parallel ones, divides each attention's heads, and replaces the two functions
 that see the whole vocabulary, `project` and `criterion`. Context parallelism replaces each
 `attention`, and `positions`. Both give `mask_slices` to each Dropout that sees a part of an
-activation. Pipeline parallelism runs a range of `segments` on each rank. Data parallelism and ZeRO
-move all parameters into flat storage and add gradient hooks; stage 3 wraps each segment's `run`.
+activation. Pipeline parallelism runs a range of `segments` on each rank. Data parallelism adds
+gradient hooks, ZeRO moves all parameters into flat storage, and its stages 2 and 3 wrap the `run` of
+segments.
 """
 
 # What is a field of one config is a property of another.
@@ -292,5 +293,5 @@ class GPT(LanguageModel):
 
     def head(self, x: Tensor) -> Tensor:
         """Multiply the normalized rows with the token embedding, (B, T, h) -> (B, T, V)."""
-        self.head_weight.data = self.wte.weight.data  # its storage may have moved
+        self.head_weight.data = self.wte.weight.data  # ZeRO may have moved it since
         return self.project(self.ln_f(x), self.head_weight)

@@ -28,27 +28,30 @@ def segments_of(model: Module) -> list[Segment]:
 
 
 def by_unit(model: Module) -> list[list[Parameter]]:
-    """Group the model's parameters by what runs at one time, which FSDP gathers at a time.
+    """Group the parameters that are used together; FSDP gathers one such unit at a time.
 
     GPT: one group for each block, and one, the first, for the embedding and the head, which share
     the token embedding.
     """
     groups: list[list[Parameter]] = []
+    seen: set[Parameter] = set()
     for segment in segments_of(model):
+        new = [p for p in segment.parameters if p not in seen]
         shared = [group for group in groups if not set(segment.parameters).isdisjoint(group)]
         if shared:
-            shared[0] += [p for p in segment.parameters if p not in set(shared[0])]
-        else:
-            groups.append(list(segment.parameters))
+            shared[0] += new
+        elif new:
+            groups.append(new)
+        seen.update(new)
     return groups
 
 
 def number_units(units: Sequence[Sequence[Parameter]]) -> None:
-    """Record the unit of each parameter, by which the gradient's norm is summed, unless that is recorded."""
+    """Record the unit of each parameter, by which the gradient's norm is summed. One that is recorded stays."""
     for number, unit in enumerate(units):
         for i, p in enumerate(unit):
             if p.placement is None:
-                p.placement = Placement(str(i), p.shape)  # one that is in no model
+                p.placement = Placement(str(i), p.shape)  # it belongs to no named model
             if placement_of(p).units == 0:
                 update(p, unit=number, units=len(units))
 
@@ -62,7 +65,7 @@ class Bucket:
         self.size = sum(p.size for p in parameters)
         self.gradient_dtype = xp.promote_types(parameters[0].dtype, "float32")
         self.gradient: Array | None = None  # the flat array that backward writes into, while there is one
-        # ZeRO's chunk r belongs to rank r of those that share one copy of all chunks.
+        # ZeRO's chunk r belongs to rank r of these: all of `comm`, or of one replica (a communicator in two levels).
         sharing = comm.chunk_comm
         self.own = slice(*chunk_bounds(self.size, sharing.size)[sharing.rank])
         replica = comm.rank // sharing.size
@@ -83,7 +86,7 @@ class Bucket:
         return set().union(*[(p, *p.ties) for p in self.parameters])
 
     def allocate_gradient(self, kind: str = "gradients") -> Array:
-        """Let backward write into one flat array, of this kind of memory, unless it does; copy what has arrived."""
+        """Allocate the flat array that backward writes, unless there is one; copy the gradients that have arrived."""
         if self.gradient is not None:
             return self.gradient
         self.gradient = allocate(kind, self.size, self.gradient_dtype)
@@ -146,7 +149,7 @@ class BackwardHooks:
         self.progress()  # moves the messages under way; then backward goes on computing
 
     def finish(self) -> None:
-        """Send the remaining buckets, with zeros for the parameters that the loss did not use."""
+        """Send the remaining buckets, with zeros for what the loss did not use, and start again for the next pass."""
         for bucket in self.unsent:
             self.send(bucket)
         self.start_again()

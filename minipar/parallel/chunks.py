@@ -27,7 +27,7 @@ class Chunk:
         start = 0
         for p in bucket.parameters:
             elements = bucket_slice(p).own  # the elements of p that lie in this chunk
-            # One shard even of nothing: an optimizer without parameters would not step with the others.
+            # One empty shard stays: an optimizer without parameters would take no part in collective steps.
             if elements or (data.size == 0 and not self.shards):
                 stop = start + len(elements)
                 shard = ParameterShard(p, data[start:stop], elements)
@@ -37,7 +37,7 @@ class Chunk:
 
     def room_for_sum(self) -> Array:
         """Return the array for the next sum: `gradient`, or a new one while that holds the step's first sum."""
-        if self.shards[0].grad is None:
+        if self.shards[0].grad is None:  # the step's first sum: `zero_grad` has forgotten the last step's
             return self.gradient
         self.later_sums.append(allocate("buffers", self.gradient.size, self.gradient.dtype))
         return self.later_sums[-1]
@@ -64,11 +64,12 @@ class ShardedBucket(Bucket):
             p.move_to(view)
 
 
-def allocate_to_send(bucket: Bucket, works: Sequence[Work], sends: bool) -> None:
+def allocate_whole_gradient(bucket: Bucket, works: Sequence[Work], sends: bool) -> None:
     """Allocate a bucket's whole gradient, unless there is one.
 
-    If this backward `sends` gradients, wait first for all reduce-scatters under way (`works`) but the
-    last, which frees their whole gradients. Under `no_sync` the array stays until the last microbatch.
+    If this backward `sends` gradients, wait first for all but the last of the reduce-scatters under way
+    (`works`); this frees the whole gradients of those. Under `no_sync` the array stays until the last
+    microbatch.
     """
     if not sends:
         bucket.allocate_gradient("gradients")

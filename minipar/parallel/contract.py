@@ -20,7 +20,7 @@ from minipar.parallel.buckets import Bucket, Group, number_units
 from minipar.parallel.placement import attach_placements, placement_of
 
 FORGOTTEN = "backward() after optimizer.step() would add to used gradients: call optimizer.zero_grad()"
-PARTED = "every rank must do the same in every step, such as clip gradients and set the learning rate"
+DIFFER = "every rank must do the same in every step, such as clip gradients and set the learning rate"
 DIFFERENT = (
     "draw values by name (mp.Linear(..., name=...)) or from one seed, and load the same on all ranks"
 )
@@ -29,23 +29,23 @@ DIFFERENT = (
 class Contract(Owner):
     """The refusals of one strategy, which follow the calls of a script.
 
-    `given` is what this rank's optimizer must receive, `after_step` shares the updated values. The
+    `given` is what this rank's optimizer must receive, `share_updates` what follows its step. The
     parameters of the buckets `compared` must never differ between the ranks. `accumulates_sums` says
     whether a step may add up the sums of several passes.
     """
 
     def __init__(
         self, model: Module, given: Sequence[Parameter], compared: Sequence[Bucket],
-        after_step: Callable[[], None], accumulates_sums: bool,
+        share_updates: Callable[[], None], accumulates_sums: bool,
     ) -> None:  # fmt: skip
         self.model = model
         self.held = set(model.parameters())
         self.given = set(given)
         self.compared = compared
-        self.share_updates = after_step
+        self.share_updates = share_updates
         self.accumulates_sums = accumulates_sums
         self.is_sharded = not self.given <= self.held
-        self.holds_values = bool(compared)
+        self.holds_values = bool(compared)  # a model's `state_dict` asks for it
         self.leaves = [leaf for p in self.held for leaf in (p, *p.ties)]
         in_place = self.given | self.held if compared else self.given
         # The arrays in which the strategy has left the values that an optimizer changes.
@@ -53,17 +53,17 @@ class Contract(Owner):
         self.state = (
             "none"  # gradients are none, local (not summed over the ranks yet), summed, or stepped
         )
-        self.is_scaled = (
+        self.in_scaled_pass = (
             False  # inside a backward pass whose loss was divided by the targets of all ranks
         )
         self.losses = 0
-        self.updated: set[Parameter] = set()  # an optimizer has updated these with the gradients of now
+        self.updated: set[Parameter] = set()  # an optimizer has updated these with the current gradients
         for p in self.held | self.given:
             p.owners.append(self)
         for leaf in self.leaves:
             leaf.register_post_accumulate_grad_hook(self.on_gradient)
 
-    # ---- what the strategy says
+    # ---- calls from the strategy
 
     def before_loss(self) -> None:
         """Compare the ranks' parameters before losses 2, 4, 8, ... UsageError, on every rank, if they differ.
@@ -71,7 +71,7 @@ class Contract(Owner):
         UsageError too if the model has other parameters than when it was wrapped. Sends checksums,
         which are not counted.
         """
-        self.is_scaled = False  # a backward pass that failed has left it True
+        self.in_scaled_pass = False  # a backward pass that failed has left it True
         if set(self.model.parameters()) != self.held:
             remedy = "build the whole model first, then wrap it and make its optimizer"
             raise UsageError(f"the model has other parameters than when it was wrapped: {remedy}")
@@ -79,7 +79,7 @@ class Contract(Owner):
         if self.losses > 1 and self.losses.bit_count() == 1:
             for bucket in self.compared:
                 check_same_values(
-                    bucket.parameters, bucket.comm, "the ranks' parameters have parted", PARTED
+                    bucket.parameters, bucket.comm, "the ranks' parameters differ now", DIFFER
                 )
 
     def begin_pass(self) -> None:
@@ -91,15 +91,15 @@ class Contract(Owner):
                 why = "backward() would add to gradients that were summed over the ranks, and sum them again"
                 remedy = "run all microbatches of a step but the last inside `with wrapper.no_sync():`"
                 raise RuntimeError(f"{why}: {remedy}")
-        self.is_scaled = True
+        self.in_scaled_pass = True
 
     def begin_backward(self) -> None:
-        """Note the same of the backward pass that is running, until it ends."""
+        """Call `begin_pass` now, and `end_pass` when the backward that is running ends."""
         self.begin_pass()
         queue_callback(self.end_pass)
 
     def end_pass(self) -> None:
-        self.is_scaled = False
+        self.in_scaled_pass = False
 
     @contextmanager
     def scaled_backward(self) -> Iterator[None]:
@@ -115,11 +115,11 @@ class Contract(Owner):
         self.state = "summed"
         self.updated = set()
 
-    # ---- what backward and the optimizers say
+    # ---- calls from backward and from optimizers, as an owner of the parameters
 
     def on_gradient(self, leaf: Tensor) -> None:
         """Note that a gradient has arrived. RuntimeError in a pass that nobody has scaled."""
-        if not self.is_scaled:
+        if not self.in_scaled_pass:
             why = "backward() of a loss that was not divided by the targets of all ranks"
             remedy = "use wrapper.loss(x, y), or scale the loss and run backward inside `wrapper.scaled_backward()`"
             raise RuntimeError(f"{why}: {remedy}")
@@ -141,7 +141,7 @@ class Contract(Owner):
         raise UsageError("the model has a wrapper already: use that one, or make a new model")
 
     def sum_gradients(self) -> None:
-        """Raise RuntimeError if the gradients are not summed over the ranks yet."""
+        """Raise RuntimeError if the gradients are not summed over the ranks yet: only backward sums them."""
         if self.state == "local":
             why = "gradients were not summed over the ranks"
             remedy = (
@@ -177,7 +177,7 @@ class Contract(Owner):
                 p.grad = None
 
 
-def place_groups(model: Module, groups: Sequence[Group], is_complete: bool) -> None:
+def prepare_groups(model: Module, groups: Sequence[Group], is_complete: bool) -> None:
     """Record the placement and the unit of each parameter, before a strategy wraps the model.
 
     UsageError for two layers of one name, and as `check_groups` says.
@@ -194,7 +194,8 @@ def check_groups(groups: Sequence[Group], is_complete: bool) -> None:
 
     UsageError if the ranks of a group hold different values, if an owner of the parameters sums
     these gradients otherwise, and for frozen parameters and several dtypes, which one flat array
-    cannot hold. `is_complete` says whether terms that other axes leave are added before the sum.
+    cannot hold. `is_complete` says whether terms of other axes, such as a
+    LayerNorm's under sequence parallelism, are added before the sum.
     """
     number_units([parameters for parameters, _ in groups])
     for parameters, comm in groups:

@@ -27,14 +27,15 @@ class DistributedDataParallel(DataParallel[Bucket]):
             (ddp.loss(x1, y1) / 2).backward()
         (ddp.loss(x2, y2) / 2).backward()
 
-    The algorithm "ordered" gives the bits of one device that accumulates the ranks' shares. The
-    other arguments are DataParallel's. A step sends 2 Psi (d-1)/d elements.
+    The algorithm "ordered" gives bit for bit the result of one device that runs the ranks' shares one
+    after the other. The other arguments are DataParallel's. Of Psi parameters on d ranks, each rank
+    sends 2 Psi (d-1)/d elements in a step.
     """
 
     def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> Bucket:
         bucket = Bucket(parameters, comm)
         for p in parameters:
-            hold("parameters", p.data)
+            hold("parameters", p.data)  # counts its memory
         bucket.allocate_gradient()
         return bucket
 

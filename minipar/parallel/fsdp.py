@@ -21,12 +21,12 @@ from minipar.memory import allocate, hold
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter, placeholder
 from minipar.parallel.buckets import Bucket, Group, segments_of
-from minipar.parallel.chunks import Chunk, allocate_to_send, at_backward
+from minipar.parallel.chunks import Chunk, allocate_whole_gradient, at_backward
 from minipar.parallel.wrapper import DataParallel
 
 
 class Unit(Bucket):
-    """Parameters that are gathered, freed and reduced together. NB: FSDP2's FSDPParamGroup.
+    """Parameters that are gathered, freed and reduced together. NB: This is FSDP2's FSDPParamGroup.
 
     This rank keeps its `chunk` of them. While the unit is freed, the data of its parameters is NaN,
     so that code that reads a parameter at a wrong time computes NaN.
@@ -36,11 +36,11 @@ class Unit(Bucket):
         super().__init__(parameters, comm)
         self.dtype = parameters[0].dtype
         self.gathering: tuple[Array, Work] | None = None  # the whole array and its gather; None if freed
-        data = self.take_own_values()
+        data = self.shard_values()
         self.chunk = Chunk(self, data, allocate("gradients", data.size, self.gradient_dtype))
 
-    def take_own_values(self) -> Array:
-        """Return this rank's chunk of the values. The whole array is freed when this function returns."""
+    def shard_values(self) -> Array:
+        """Free the whole values, and return this rank's chunk of them."""
         whole = allocate("buffers", self.size, self.dtype)
         for p, view in self.views(whole):
             p.move_to(view)
@@ -79,8 +79,8 @@ class SegmentUnits:
 
     segment: Segment
     reads: Sequence[Unit]  # the segment reads the parameters of these
-    next_in_forward: Sequence[Unit]  # the forward after this segment's reads these
-    next_in_backward: Sequence[Unit]  # the backward after this segment's reads these
+    next_in_forward: Sequence[Unit]  # the segment that runs next in forward reads these
+    next_in_backward: Sequence[Unit]  # the segment that runs next in backward reads these
     completes: Sequence[Unit]  # this segment's backward gives these their last gradient
 
 
@@ -98,7 +98,7 @@ def units_of_segments(segments: Sequence[Segment], units: Sequence[Unit]) -> lis
     for i, segment in enumerate(segments):
         following = reads[i + 1] if i + 1 < len(segments) else []
         preceding = reads[i - 1] if i > 0 and segments[i - 1].reads_in_backward else []
-        # Backward comes to the first segment that reads a unit last, and completes it there.
+        # Of the segments that read a unit, backward reaches the first one last, and completes the unit there.
         completes = [unit for unit in reads[i] if unit not in seen]
         found.append(SegmentUnits(segment, reads[i], following, preceding, completes))
         seen.update(reads[i])
@@ -169,10 +169,10 @@ class FullyShardedDataParallel(DataParallel[Unit]):
         """Gather the segment's units, if its backward reads them; allocate the gradients that it completes."""
         if needs.segment.reads_in_backward:
             self.gather(needs.reads, needs.next_in_backward)
-            # Backward does not come to an input without a gradient, such as tokens.
+            # Backward does not come to an input without a gradient, such as that of a model without segments.
             queue_callback(partial(self.free, needs.reads))
         for unit in needs.completes:
-            allocate_to_send(unit, self.works, self.hooks.enabled)
+            allocate_whole_gradient(unit, self.works, self.hooks.enabled)
 
     def gather(self, units: Sequence[Unit], prefetched: Sequence[Unit]) -> None:
         """Gather `units` and wait for them. With `prefetch`, start to gather `prefetched` before that wait."""
@@ -188,7 +188,7 @@ class FullyShardedDataParallel(DataParallel[Unit]):
         """Free those of `units` that are gathered."""
         for unit in units:
             if unit.gathering is not None:
-                unit.wait_for_unshard()  # a prefetch may still be under way
+                unit.wait_for_unshard()  # only waits here: a prefetch may still be under way
                 unit.reshard()
 
     def gather_parameter(self, parameter: Parameter) -> Array:
@@ -199,11 +199,11 @@ class FullyShardedDataParallel(DataParallel[Unit]):
         unit.reshard()
         return values
 
-    # ---- gradients
+    # ---- gradients, as in stage 2; strategies do not inherit from one another, so that each file is whole
 
     def reduce(self, unit: Unit) -> None:
         """Start to reduce-scatter the whole gradient of a unit, which is freed when it has been sent."""
-        allocate_to_send(unit, self.works, self.hooks.enabled)  # if backward has not
+        allocate_whole_gradient(unit, self.works, self.hooks.enabled)  # if backward has not
         gradient = self.complete(unit)
         out = unit.chunk.room_for_sum()
         work = unit.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True)

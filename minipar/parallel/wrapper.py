@@ -11,7 +11,7 @@ from minipar.comm.work import Work
 from minipar.nn.module import Module, array_of
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket, Group, by_unit
-from minipar.parallel.contract import Contract, place_groups
+from minipar.parallel.contract import Contract, prepare_groups
 from minipar.parallel.loss import global_mean_loss
 
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
@@ -21,7 +21,8 @@ class DataParallel(Generic[AnyBucket]):
     """A model over the ranks of `comm`, each of which has other samples. Its subclasses are the strategies.
 
     Each of `groups` (parameters, ranks that hold them), or each unit of the model, becomes a bucket,
-    which travels in one message. `before_reduce(parameters)` is called before each sum. A strategy
+    which travels in one message. `before_reduce(parameters)` is called before each sum: tensor
+    parallelism adds there, in place, the gradients' terms of its other ranks. A strategy
     says what a bucket is (`make_bucket`), how its gradients are summed (`reduce`), and what follows
     the sums and the optimizer's step.
     """
@@ -36,7 +37,7 @@ class DataParallel(Generic[AnyBucket]):
     ) -> None:  # fmt: skip
         if groups is None:
             groups = [(unit, comm) for unit in by_unit(model)]
-        place_groups(model, groups, before_reduce is not None)
+        prepare_groups(model, groups, is_complete=before_reduce is not None)
         self.model = model
         self.comm = comm
         self.algorithm = algorithm
@@ -44,7 +45,7 @@ class DataParallel(Generic[AnyBucket]):
         self.works: list[Work] = []  # the sums under way
         buckets = [self.make_bucket(parameters, ranks) for parameters, ranks in groups]
         self.buckets = buckets[::-1]  # backward completes the last parameters first
-        # Its hooks run before those that send, so that it refuses first.
+        # The contract registers its hooks first, so that it can raise an error before a bucket is sent.
         compared = buckets if self.holds_values else []
         self.contract = Contract(
             model, self.parameters(), compared, self.after_step, self.accumulates_sums
@@ -97,12 +98,18 @@ class DataParallel(Generic[AnyBucket]):
         return self.run_model(self.model.loss_sum, x, y)
 
     def after_backward(self) -> None:
-        """Finish the sums, unless inside `no_sync`. Each loss of a pass queues this; later calls find no gradients."""
+        """Finish the sums, unless inside `no_sync`.
+
+        Several losses in one pass queue this several times; only the first call finds gradients.
+        """
         if self.hooks.enabled and self.hooks.has_gradients:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Send the remaining buckets; wait until all gradients are sums over all ranks. Backward ends with this."""
+        """Send the remaining buckets; wait until all gradients are sums over all ranks.
+
+        Backward of `loss` ends with this, outside `no_sync`.
+        """
         self.hooks.finish()
         for work in self.works:
             work.wait()

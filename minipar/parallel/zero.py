@@ -19,7 +19,7 @@ from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import Bucket, segments_of
-from minipar.parallel.chunks import Chunk, ShardedBucket, allocate_to_send, at_backward
+from minipar.parallel.chunks import Chunk, ShardedBucket, allocate_whole_gradient, at_backward
 from minipar.parallel.wrapper import DataParallel
 
 
@@ -72,21 +72,25 @@ class ZeroStage1(DataParallel[ShardedBucket]):
 class ZeroStage2(ZeroStage1):
     """Data parallelism with sharded gradients, too: a whole gradient exists only until it is sent.
 
-    At most two exist at a time: backward writes one while the other is sent. (That of the matrix that
-    embedding and head share exists besides.) Microbatches that accumulate under `no_sync` keep the
+    At most two exist at a time: backward writes one while the other is sent. The gradient of the matrix
+    that embedding and head share is one array more. Microbatches that accumulate under `no_sync` keep the
     whole gradients of all buckets, as in PyTorch's FSDP. With `synchronize` after each microbatch
-    gradients stay sharded, and each microbatch sends them. Sends as much as stage 1.
+    gradients stay sharded, and each microbatch sends them. Otherwise it sends as much as stage 1.
     """
 
     accumulates_sums = True  # each sum is a chunk of its own, and is added to those before it
 
-    def own_gradient(self, bucket: Bucket) -> Array:
-        """Allocate this rank's chunk of the gradient alone; backward allocates the whole one."""
+    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> ShardedBucket:
+        bucket = super().make_bucket(parameters, comm)
         for segment in segments_of(self.model):
-            if not set(segment.parameters).isdisjoint(bucket.parameters):
-                # Backward comes to this first segment last, and completes the bucket there.
+            if not set(segment.parameters).isdisjoint(parameters):
+                # Of the segments that read the bucket, backward reaches this first one last.
                 segment.run = partial(self.run, bucket, segment.run)
                 break
+        return bucket
+
+    def own_gradient(self, bucket: Bucket) -> Array:
+        """Allocate this rank's chunk of the gradient alone; backward allocates the whole one."""
         return allocate("gradients", bucket.own.stop - bucket.own.start, bucket.gradient_dtype)
 
     def run(self, bucket: Bucket, forward: Callable[[Any], Tensor], x: Any) -> Tensor:
@@ -95,7 +99,7 @@ class ZeroStage2(ZeroStage1):
 
     def pre_backward(self, bucket: Bucket) -> None:
         """Allocate the whole gradient of a bucket."""
-        allocate_to_send(bucket, self.works, self.hooks.enabled)
+        allocate_whole_gradient(bucket, self.works, self.hooks.enabled)
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the sum as stage 1 does. Then the message alone refers to the whole gradient."""

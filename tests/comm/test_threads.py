@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
+import minipar as mp
 from minipar.comm import run_local, work
 from minipar.comm.threads import ThreadTransport, ThreadWorld
 from minipar.errors import CommunicationError, UsageError
@@ -230,3 +231,17 @@ def test_a_message_has_a_tag_from_0_to_65535():
         return [work.wait().item() for work in received]
 
     assert run_local(1, program) == [[65535.0, 0.0]]
+
+
+def test_in_a_notebook_an_error_has_the_users_line(monkeypatch):
+    """It is raised as it is, with its traceback; a script prints one line and ends with code 2."""
+
+    def main(world):
+        mp.shard(mp.Linear(2, 2, name="fc"), mp.HybridComm(world, 3), 1)
+
+    with pytest.raises(SystemExit):
+        mp.launch(main, threads=2)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    with pytest.raises(UsageError) as caught:
+        mp.launch(main, threads=2)
+    assert any(frame.name == "main" and __file__ in str(frame.path) for frame in caught.traceback)

@@ -1,8 +1,11 @@
 """Parallel layers for a user's own model: made from sizes, and without sequence parallelism."""
 
+from minipar.autograd.tensor import Tensor
+from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.errors import check_divides
 from minipar.nn.layers import Embedding, Linear
+from minipar.parallel.tensor.column_slice import ColumnSlice
 from minipar.parallel.tensor.layers import (
     Border,
     ColumnLinear,
@@ -19,7 +22,7 @@ class ColumnParallelLinear(ColumnLinear):
     """A ColumnLinear for a user's own model. The arguments after `name` are Linear's.
 
     `groups` equal stretches of columns are split one by one, as q, k and v. UsageError if t does
-    not divide a stretch.
+    not divide a stretch, and for an operation over the columns of the result, such as a softmax.
     """
 
     def __init__(
@@ -46,6 +49,9 @@ class ColumnParallelLinear(ColumnLinear):
             shard_parameter(layer.bias, group.shard(0, n_out, groups))
         super().__init__(layer, Border(group))
         self.group = group  # `vocab_parallel_cross_entropy_sum` takes it, if this layer is a head
+
+    def forward(self, x: Tensor | Array) -> Tensor:
+        return ColumnSlice.of(super().forward(x)) if self.group.size > 1 else super().forward(x)
 
 
 class RowParallelLinear(RowLinear):

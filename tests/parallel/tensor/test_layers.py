@@ -4,11 +4,14 @@ and without sequence parallelism.
 
 import numpy as np
 import pytest
+from refusals import refused
 from tensor_cases import close, linear_of, split_along
 from training import joined
 
+import minipar as mp
 from minipar.autograd import Tensor, gelu
 from minipar.comm import run_local
+from minipar.errors import UsageError
 from minipar.nn import Embedding, Linear
 from minipar.parallel.placement import Partial, Placement, Replicate, Shard
 from minipar.parallel.tensor.layers import Border, ColumnLinear, Inside, RowLinear
@@ -168,3 +171,37 @@ def test_a_rank_holds_a_third_of_a_users_weight(kind, shape):
     """The third is rounded up: 13 rows of a vocabulary are padded to 15."""
     parallel, _, sizes = LAYERS[kind]
     assert run_local(3, lambda comm: parallel(*sizes, comm, name="a").weight.shape) == [shape] * 3
+
+
+OVER_COLUMNS = {
+    "softmax": lambda y: y.softmax(),
+    "log_softmax": lambda y: y.log_softmax(dim=-1),
+    "sum": lambda y: y.sum(),
+    "sum of the last": lambda y: y.sum(-1),
+    "mean": lambda y: y.mean(),
+    "mean of both": lambda y: y.mean(dim=(0, 1)),
+    "max": lambda y: y.max(axis=1),
+    "a slice": lambda y: y[:, :2],
+    "a column": lambda y: y[..., 0],
+    "loss": lambda y: mp.cross_entropy_sum(y, np.array([0, 1])),
+}
+
+
+@pytest.mark.parametrize("name", OVER_COLUMNS)
+def test_what_needs_all_columns_is_refused_of_a_ranks_own(name):
+    x = np.arange(8.0).reshape(2, 4)
+
+    def rank(comm):
+        up = mp.ColumnParallelLinear(4, 6, comm, name="up", dtype="float64")
+        y = up(x)
+        whole = (mp.gelu(y) * y)[0].shape, y[1].shape, y[:, :].shape, y.sum(0).shape, y.max(axis=0).shape
+        assert whole == ((6 // comm.size,),) * 2 + ((2, 6 // comm.size),) + ((6 // comm.size,),) * 2
+        y.sum(0)[None].backward(np.ones((1, 6 // comm.size)))
+        assert up.weight.grad.any()
+        if comm.size == 1:
+            OVER_COLUMNS[name](y)  # these are all
+        else:
+            refused(UsageError, "3", by=lambda: OVER_COLUMNS[name](y))
+
+    run_local(1, rank)
+    run_local(2, rank)
