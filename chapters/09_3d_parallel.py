@@ -700,7 +700,7 @@ class TensorOutermost(DeviceMesh):
 
 
 NORM = "minipar.train.trainer.clip_grad_norm"
-GUARD = "minipar.parallel.tensor.layers.check_same_tokens"  # it would refuse mistake 3: patched, it does nothing
+GUARD = "minipar.parallel.tensor.layers.check_alike"  # it would refuse mistake 3: patched, it does nothing
 MISTAKES = {  # trainer, mesh, how to break it
     "nothing broken": (Trainer, DeviceMesh, nullcontext()),
     "1. gradient averaged over tp": (AveragesOverTP, DeviceMesh, nullcontext()),
