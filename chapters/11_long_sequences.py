@@ -822,8 +822,8 @@ say("the library's attend and attend_backward = ours")
 # heads that share keys have a dim of their own. It runs on a GPU. A sequence of at most one block of 128 tokens gets
 # the whole table, and so does a model with dropout on the probabilities: its mask is a whole table, too.
 #
-# Context parallelism is `parallel/context.py`. Backward of the ring is one loop, in which one can read in which order
-# the messages leave:
+# Context parallelism is `more/context/context_parallel.py`. Backward of the ring is one loop, in which one can read in
+# which order the messages leave:
 
 # %%
 from functools import partial

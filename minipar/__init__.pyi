@@ -50,5 +50,7 @@ from .parallel.tensor.vocabulary import (
 from .parallel.wrap import fully_shard as fully_shard
 from .parallel.wrap import shard as shard
 from .parallel.zero_optimizer import ZeroOptimizer as ZeroOptimizer
+from .train.pretrained import load_pretrained as load_pretrained
+from .train.pretrained import save_pretrained as save_pretrained
 
 __version__: str

@@ -200,3 +200,22 @@ def test_readme_module_trains_under_every_stage(stage):
     alone = losses(1)
     assert alone[-1] < alone[0] / 2
     assert losses(2) == pytest.approx(alone, rel=1e-4)
+
+
+def test_readme_rank_0_writes_the_gathered_model_and_a_directory_is_loaded(tmp_path):
+    assert '`mp.save_pretrained(model, "out", state)`' in text("README.md")
+    config = minipar.GPTConfig(vocab_size=11, n_positions=4, n_embd=8, n_layer=1, n_head=2)
+    before = minipar.GPT(config).state_dict()
+
+    def main(world):
+        model = minipar.GPT(config)
+        wrapper = minipar.fully_shard(model, world)
+        state = minipar.gather_state(model, wrapper.parameters(), world)
+        if world.rank == 0:
+            minipar.save_pretrained(model, tmp_path, state)
+
+    minipar.launch(main, threads=3)
+    after = minipar.load_pretrained(tmp_path).state_dict()
+    assert after.keys() == before.keys()
+    for name, array in before.items():
+        np.testing.assert_array_equal(after[name], array, err_msg=name)

@@ -51,7 +51,7 @@ def exported(model: str = "gpt2") -> dict[str, bytes]:
     """Return the files that --export writes for a tiny model."""
     from safetensors.numpy import save
 
-    from minipar.nn import GPTConfig, LlamaConfig, MixtralConfig
+    from minipar import GPTConfig, LlamaConfig, MixtralConfig
 
     config = {
         "gpt2": GPTConfig(16, 4, 4, 1, 1),
