@@ -1,12 +1,15 @@
 """Claims about `import minipar`: the public names, found when they are used, and nothing changed by importing."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import minipar
 
+ROOT = Path(__file__).parents[1]
 CONTRACT = (
     "GPT GPTConfig AdamW DistributedDataParallel shard fully_shard launch Module DeviceMesh PipelineModule "
     "ZeroOptimizer VocabParallelEmbedding ColumnParallelLinear RowParallelLinear"
@@ -16,6 +19,12 @@ CONTRACT = (
 def test_every_public_name_is_there_and_documented():
     assert [name for name in minipar.__all__ if not getattr(minipar, name).__doc__] == []
     assert set(CONTRACT) <= set(minipar.__all__) == set(dir(minipar))
+
+
+def test_every_public_name_is_shown_in_readme_a_document_an_example_or_a_chapter():
+    files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/examples/*"), *ROOT.glob("chapters/*.py")]
+    words = set(re.findall(r"\w+", " ".join(path.read_text(encoding="utf-8") for path in files if path.is_file())))
+    assert set(minipar.__all__) - words == set()
 
 
 def test_an_unknown_name_is_an_attribute_error():
