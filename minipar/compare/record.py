@@ -46,13 +46,10 @@ class Record:
         for name, before in self.parameters.items():
             for what, values in (("gradient", gradients[name]), ("parameter", parameters[name])):
                 if np.shape(values) != before.shape:
-                    raise ValueError(
-                        f"{what} {name} has shape {np.shape(values)}, expected {before.shape}"
-                    )
+                    raise ValueError(f"{what} {name} has shape {np.shape(values)}, not {before.shape}")
             arrays[f"gradient/{name}"] = measure(name, gradients[name])
             with np.errstate(over="ignore", invalid="ignore"):  # the comparison names what is not finite
-                update = parameters[name] - before
-            arrays[f"update/{name}"] = measure(name, update)
+                arrays[f"update/{name}"] = measure(name, parameters[name] - before)
             before[...] = parameters[name]
         np.savez(self.directory / f"step-{step}.npz", **arrays)  # type: ignore[arg-type]
 
@@ -77,7 +74,6 @@ def measure(name: str, values: np.ndarray) -> np.ndarray:
         for dim, count in enumerate(strips(values.shape)):
             others = tuple(axis for axis in range(values.ndim) if axis != dim)
             starts = [values.shape[dim] * i // count for i in range(count)]
-            # (2, elements of dim)
             sums = np.array([(values * values).sum(axis=others), products.sum(axis=others)])
             measured.append(np.add.reduceat(sums, starts, axis=1))
         squares, projections = np.concatenate(measured, axis=1)
