@@ -22,7 +22,7 @@ CLOSURES = {
     "parallel/pipeline/module": (26, 29_110, 10_740),
 }
 TOKENS_PER_LINE = 9.5
-TEST_LINES = 33_321  # of all files below tests/; the goal is 30,000
+TEST_LINES = 33_323  # of all files below tests/; the goal is 30,000
 LONG_LINES = 0.06  # of the lines that are not blank, beyond 100 columns
 
 IGNORED = {
