@@ -121,7 +121,8 @@ def predict(args: Namespace, machine: Machine) -> tuple[StepTime, Memory]:
     """Predict a step of parsed flags on the `cpu` clock, and the memory of the fullest rank."""
     model, layout, framework = shape_of(args), layout_of(args), framework_of(args)
     link = AlphaBeta(machine.network.alpha, machine.network.beta)
-    products = 1 / machine.costs["seconds_per_flop"]
+    # 0 where every measured shape is so small that its products take no time beside its calls.
+    products = 1 / max(machine.costs["seconds_per_flop"], 1e-15)
     cluster = replace(
         model_clock_cluster(layout.gpus, products, link, link, layout.gpus),
         framework=framework,
