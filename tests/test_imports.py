@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tokenize
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -119,3 +120,10 @@ def test_the_serial_models_code_names_no_rank_and_no_comm(module):
     with MODULES[module].open("rb") as file:
         names = {token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.NAME}
     assert [name for name in names if any(map(WORDS.fullmatch, name.split("_")))] == []
+
+
+def test_the_wheel_gets_every_package():
+    """`make release` builds it. A folder that is not listed is missing there, and nowhere else."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = set(settings["tool"]["setuptools"]["packages"]) - {"minipar.visualize"}
+    assert listed == {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "minipar").rglob("*.py")}

@@ -18,12 +18,12 @@ from minipar.errors import UsageError, print_line, printable
 from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from visualize.schedule_file import load_csv, save_csv
 
 from . import mesh, schedule, shares, style, timeline
 from .comparison import plot_comparison, read_comparison
 from .measurements import plot_bench, plot_ledger, plot_loss, read_bench, read_ledger, read_metrics
 from .plan import plot_agreement, plot_plan, read_layouts, read_plan
+from .schedule_file import load_csv, save_csv
 from .style import Picture
 
 MOST = 100_000  # actions in one schedule, of a name or a file: it is checked and simulated in some seconds

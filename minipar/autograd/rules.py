@@ -25,7 +25,7 @@ class Gradient:
 
 @dataclass
 class LazyGradient:
-    """A gradient as a recipe: `compute(out)` writes it into `out`, or into a new array when None.
+    """A gradient that is computed later: `compute(out)` writes it into `out`, or into a new array when None.
 
     Layers give their weight gradients this way: straight into flat storage, or later
     (`defer_weight_gradients`). `compute` returns the array.

@@ -159,7 +159,7 @@ class Tensor:
         reshape, transpose, T, swapaxes, split
 
     y is a tensor, an array or a Python number; shapes broadcast as NumPy's. `axis` is another name
-    of `dim`. A tensor of one element compares, rounds and prints as its number. `grad` is None before
+    of `dim`. A tensor of one element compares, rounds and prints as its value. `grad` is None before
     the first gradient. A leaf may have a `grad_buffer`, a view into flat storage: gradients are
     written there, and `grad` is that buffer.
     """

@@ -121,9 +121,8 @@ class Tracer:
         self.clock = clock
         self.enabled = False
         self.events: list[dict[str, Any]] = []
-        self._tracks: dict[str, tuple[int, str]] = {
-            "computation": (0, "computation")
-        }  # key -> (tid, name)
+        # key -> (tid, name)
+        self._tracks: dict[str, tuple[int, str]] = {"computation": (0, "computation")}
 
     @contextmanager
     def region(self, name: str, flops: float = 0.0) -> Iterator[None]:

@@ -260,10 +260,7 @@ class Communicator:
                 raise UsageError(text.decode())
 
     def split(self, color: int | None, axis: str) -> "Communicator | None":
-        """Make a group of the ranks that pass the same color, in rank order.
-
-        None for color None.
-        """
+        """Make a group of the ranks that pass the same color, in rank order. Return None for color None."""
         colors = self.all_gather_bytes(str(color).encode())
         members = [rank for rank in range(self.size) if colors[rank] == colors[self.rank]]
         group = self.new_group(members, axis)  # Also for None: every rank must call it as often.

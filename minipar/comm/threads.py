@@ -52,16 +52,12 @@ class ThreadWorld:
         self.unmatched: dict[tuple[str, int, int, int], deque[_Message]] = {}
         self.wake = [threading.Condition(self.lock) for _ in range(size)]
         self.news = [False] * size  # a message of this rank was delivered since it last paused
-        self.idle: dict[
-            int, Request | None
-        ] = {}  # ranks that wait without news, and for what; None: it has returned
+        # The ranks that wait without news, and for what; None: the rank has returned.
+        self.idle: dict[int, Request | None] = {}
         self.failure: BaseException | None = None
 
     def post(self, key: tuple[str, int, int, int], message: _Message) -> Request:
-        """Deliver `message` if its other half has been posted, else keep it until then.
-
-        Return it.
-        """
+        """Deliver `message` if its other half has been posted, else keep it until then; return it."""
         with self.lock:
             if self.failure is not None:
                 raise _Released
@@ -184,9 +180,8 @@ def run_local(
                 if leaving.code:
                     raise
             with world.lock:
-                world.idle[rank] = (
-                    None  # if all others wait, the next of them to look reports the deadlock
-                )
+                # If all others wait, the next of them to look reports the deadlock.
+                world.idle[rank] = None
         except _Released:
             pass
         except BaseException as error:

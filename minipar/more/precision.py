@@ -88,9 +88,13 @@ def cast_arrays(saved: dict[str, Any], dtype: DTypeLike, least: int = 0) -> None
 
 
 def cast_floats(value: Any, dtype: DTypeLike) -> Any:
-    """Convert an array of float32 or 2-byte floats, or a gradient's recipe; return other values as they are."""
+    """Convert an array of float32 or 2-byte floats, or a LazyGradient; return other values as they are."""
     if isinstance(value, LazyGradient):
-        return LazyGradient(lambda out: cast_floats(value.compute(None), dtype))
+
+        def compute(out: Array | None) -> Array:
+            return cast_floats(value.compute(None), dtype)
+
+        return LazyGradient(compute)
     is_array = isinstance(value, xp.ndarray)
     # V is the kind of bfloat16, which NumPy does not know by itself.
     if is_array and value.dtype.kind in "fV" and value.dtype.itemsize <= 4:

@@ -114,7 +114,7 @@ class Module:
 
         ValueError if the values are elsewhere (ZeRO stage 3).
         """
-        check_holds_values(self.parameters(), "all ranks call the wrapper's state_dict()")
+        check_holds_values(self.parameters(), "call mp.gather_state(model, wrapper.parameters(), comm)")
         return {name: np.array(to_host(p.data), order="C") for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:

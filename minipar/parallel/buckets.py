@@ -133,9 +133,8 @@ class BackwardHooks:
         """Mark every bucket as unsent and every gradient as missing, for the next pass."""
         self.has_gradients = False  # True from the first gradient that arrives until the next `finish`
         self.unsent = list(self.buckets)
-        self.incomplete = {
-            bucket: bucket.leaves() for bucket in self.buckets
-        }  # leaves without a gradient
+        # The leaves of each bucket that have no gradient yet.
+        self.incomplete = {bucket: bucket.leaves() for bucket in self.buckets}
 
     def on_gradient(self, bucket: Bucket, leaf: Tensor) -> None:
         """Send the buckets that are complete. Backward calls this when the gradient of `leaf` is complete."""

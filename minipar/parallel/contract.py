@@ -50,12 +50,10 @@ class Contract(Owner):
         in_place = self.given | self.held if compared else self.given
         # The arrays in which the strategy has left the values that an optimizer changes.
         self.values = {p: p.data for p in in_place} if self.is_sharded else {}
-        self.state = (
-            "none"  # gradients are none, local (not summed over the ranks yet), summed, or stepped
-        )
-        self.in_scaled_pass = (
-            False  # inside a backward pass whose loss was divided by the targets of all ranks
-        )
+        # Gradients are none, local (not summed over the ranks yet), summed, or stepped.
+        self.state = "none"
+        # Whether a backward pass is running whose loss was divided by the targets of all ranks.
+        self.in_scaled_pass = False
         self.losses = 0
         self.updated: set[Parameter] = set()  # an optimizer has updated these with the current gradients
         for p in self.held | self.given:
@@ -180,7 +178,8 @@ class Contract(Owner):
 def prepare_groups(model: Module, groups: Sequence[Group], is_complete: bool) -> None:
     """Record the placement and the unit of each parameter, before a strategy wraps the model.
 
-    UsageError for two layers of one name, and as `check_groups` says.
+    From here on gradients add up in float32 at least. UsageError for two layers of one name, and as
+    `check_groups` says.
     """
     attach_placements(model)
     check_groups(groups, is_complete)

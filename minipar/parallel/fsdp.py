@@ -163,7 +163,11 @@ class FullyShardedDataParallel(DataParallel[Unit]):
         """Run the model, or its loss; a model without segments is gathered whole."""
         if self.whole_model is None:
             return function(*inputs)
-        return self.run(self.whole_model, lambda _: function(*inputs), None)
+
+        def forward(_: None) -> Any:
+            return function(*inputs)
+
+        return self.run(self.whole_model, forward, None)
 
     def pre_backward(self, needs: SegmentUnits) -> None:
         """Gather the segment's units, if its backward reads them; allocate the gradients that it completes."""
@@ -193,7 +197,7 @@ class FullyShardedDataParallel(DataParallel[Unit]):
 
     def gather_parameter(self, parameter: Parameter) -> Array:
         """Return all values of a parameter on every rank. All ranks call it. Gathers the parameter's unit."""
-        (unit,) = (unit for unit in self.buckets if parameter in unit.parameters)
+        unit = next(unit for unit in self.buckets if parameter in unit.parameters)
         unit.wait_for_unshard()
         values = parameter.data.copy()
         unit.reshard()

@@ -41,9 +41,8 @@ class TreeTrainer(Trainer):
     def __init__(self, args: Namespace, mesh: DeviceMesh, tokens: Tokens) -> None:
         super().__init__(args, mesh, tokens)
         exact_norm.check_size(sum(self.sizes.values()))
-        self.ddp.before_reduce = (
-            None  # the leaves are summed over tp one by one; twice would be too often
-        )
+        # The leaves are summed over tp one by one, so their sum must not be summed over tp again.
+        self.ddp.before_reduce = None
         assert self.tensor is not None  # trees have their own layers, on one rank too
         buckets = [bucket.parameters for bucket in self.ddp.buckets]
         self.leaves = LeafGradients(buckets, self.tensor, self.pipeline)

@@ -24,6 +24,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
+
 from minipar.autograd.attention import BlockwiseAttention, attend, attend_backward, merge
 from minipar.autograd.checks import refuse_dropout
 from minipar.autograd.heads import empty_heads
@@ -38,7 +40,6 @@ from minipar.more.experts.mixtral import MoE
 from minipar.nn.gpt import SelfAttention
 from minipar.nn.layers import Dropout, MaskSlice
 from minipar.parallel.split_guards import check_split, note_split
-from numpy.typing import DTypeLike
 
 KEYS_VALUES = 0  # the tags of the ring's messages
 GRADIENT = 1

@@ -11,6 +11,7 @@ r and 2c-1-r, and every rank has the same work in every step:
 """
 
 import numpy as np
+
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+
 from minipar.autograd.mapping import mapping
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp

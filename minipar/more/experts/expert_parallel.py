@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+
 from minipar.autograd.mapping import mapping
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, from_host, xp

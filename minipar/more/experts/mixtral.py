@@ -16,6 +16,7 @@ from math import ceil
 from typing import Any
 
 import numpy as np
+
 from minipar.autograd.fused import concatenate, embedding
 from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Function, Tensor

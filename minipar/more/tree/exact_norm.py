@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+
 from minipar.backend import Array, to_host
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError

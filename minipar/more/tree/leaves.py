@@ -1,4 +1,4 @@
-"""The gradients of the microbatches as the leaves of trees (parallel/tree.py).
+"""The gradients of the microbatches as the leaves of trees (tree_sums.py).
 
 Replica r of d has the leaves r m to r m + m - 1 of d m, its m microbatches, so it adds a whole subtree. Backward would
 add each microbatch's gradient to the sum of those before it. So after each one the gradients are taken away, and after
@@ -35,9 +35,8 @@ class LeafGradients:
         self.tensor = tensor
         self.pipeline = pipeline
         self.sums: dict[Tensor, TreeSum] = {}
-        self.lent: dict[
-            int, Array
-        ] = {}  # the head's gradients, on a last rank without the token embedding
+        # The head's gradients, on a last rank without the token embedding.
+        self.lent: dict[int, Array] = {}
 
     def take(self, number: int) -> None:
         """Take the gradients that backward has computed for microbatch `number`, perhaps a part of them."""

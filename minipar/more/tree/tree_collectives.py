@@ -1,8 +1,9 @@
-"""The sums of tree.py over the ranks. To import this file adds the algorithm "tree" to two of the collectives."""
+"""The sums of tree_sums.py over the ranks. To import this file adds the algorithm "tree" to two of the collectives."""
 
 from itertools import chain
 
 import numpy as np
+
 from minipar.comm.algorithms import (
     ALGORITHMS,
     Combine,

@@ -26,7 +26,7 @@ each product is computed leaf by leaf, as products of shapes that all layouts ha
 
 Attention computes each head by itself anyhow, and all else works on rows or on single elements. So
 the layers of tensor parallelism, which ask this file for their products and sums, compute on one
-device too, whose group has one rank. What cannot have the same bits is refused (train/config.py).
+device too, whose group has one rank. What cannot have the same bits is refused (train/tree_trainer.py).
 NB: Villa et al. 2009 sum a fixed tree for the same reason; Demmel and Nguyen 2013 sum exactly.
 """
 

@@ -173,10 +173,13 @@ class PipelineModule(Module, Owner):
             totals[0] += value.item()
             return value
 
+        def microbatch(i: int) -> Array:
+            return from_host(inputs[i])
+
         if grad_enabled.get():
-            self.executor.run(lambda i: from_host(inputs[i]), loss, scale, around=nullcontext)
+            self.executor.run(microbatch, loss, scale, around=nullcontext)
         else:
-            self.executor.run_forward(lambda i: from_host(inputs[i]), loss)
+            self.executor.run_forward(microbatch, loss)
         mean = np.zeros(1)
         if last_stage is not None:
             loss_sum = dp.all_reduce(totals[:1].copy(), algorithm="ordered")

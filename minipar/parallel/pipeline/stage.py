@@ -121,20 +121,16 @@ class PipelineExecutor:
                 self.peak_alive = max(self.peak_alive, alive)
             else:
                 self._message(action)
-        for message in self._sent:
-            message.wait()
-        self._sent = []
+        self._wait_for_sends()
 
     def run_forward(self, tokens: Tokens, loss: Loss) -> None:
         """Run the forwards of a step alone, for an evaluation; the arguments are those of `run`."""
         for action in self.actions:
             if action.kind == "F":
-                self._compute(action, tokens, loss, 1.0, lambda _: nullcontext())
+                self._compute(action, tokens, loss, 1.0, nullcontext)
             elif action.kind in ("SEND_F", "RECV_F"):
                 self._message(action)
-        for message in self._sent:
-            message.wait()
-        self._sent = []
+        self._wait_for_sends()
         self._results = {}
         for stage in self.stages.values():
             stage.alive = {}
@@ -202,6 +198,11 @@ class PipelineExecutor:
             # The test frees what has been delivered.
             self._sent = [message for message in self._sent if not message.test()]
             self._send(key, xp.ascontiguousarray(self._results.pop(key)), peer, tag)
+
+    def _wait_for_sends(self) -> None:
+        for message in self._sent:
+            message.wait()
+        self._sent = []
 
     def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Array]:
         """Post a receive; return the function that waits for it."""

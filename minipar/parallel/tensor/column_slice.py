@@ -13,7 +13,7 @@ class ColumnSlice(Tensor):
 
     @classmethod
     def of(cls, y: Tensor) -> "ColumnSlice":
-        """Return y, with its node, as a tensor that knows it."""
+        """Return y as a ColumnSlice, with the node that has computed it."""
         own = cls(y.data, y.requires_grad)
         own.node = y.node
         return own
@@ -40,7 +40,7 @@ class ColumnSlice(Tensor):
         return super().max(self.whole_dims(dim, axis), keepdims)
 
     def __getitem__(self, index: Any) -> Tensor:
-        entries = _as_tuple(index)
+        entries = [entry for entry in _as_tuple(index) if entry is not None]  # None adds a dim
         is_last = len(entries) == self.ndim or any(entry is Ellipsis for entry in entries[:-1])
         if is_last and not (isinstance(entries[-1], slice) and entries[-1] == slice(None)):
             self.refuse()
@@ -48,4 +48,5 @@ class ColumnSlice(Tensor):
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return a tuple as it is, and another value as a tuple of one."""
     return value if isinstance(value, tuple) else (value,)

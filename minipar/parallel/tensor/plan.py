@@ -158,7 +158,7 @@ def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) ->
     check_divides("kv-heads/tp", model.n_kv_head, tp, f"{reason} heads of k and v")
     check_divides("ffn/tp", model.n_inner, tp, f"{reason} columns")
     if tokens is not None:
-        check_divides("tokens/tp", tokens, tp, "--sequence-parallel splits seq-len/cp evenly")
+        check_divides("tokens/tp", tokens, tp, "sequence parallelism splits seq-len/cp evenly")
 
 
 def tensor_parallel(

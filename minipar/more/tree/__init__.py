@@ -1,0 +1,1 @@
+"""Sums as balanced trees: the same bits in every layout."""
