@@ -7,8 +7,7 @@ expert on rank j, rank r sends per layer
     dispatch   h sum_{j != r} n_rj elements in forward; in backward as many, the gradients of the results
     combine    h sum_{j != r} n_jr elements in forward, the results; in backward the gradients of the rows
 
-and before each dispatch E (P-1)/P counts of 8 bytes. With a capacity C each rank sends C rows for
-each expert, E C h (P-1)/P elements each way, and no counts.
+and before each dispatch E (P-1)/P counts of 8 bytes.
 
 An expert multiplies the rows of all P ranks in one product, in the order of (source rank, token):
 one device that takes the P ranks' tokens in one pass does the same, so the bits are the same. The
@@ -114,10 +113,7 @@ class ExpertParallel(Owner):
         ranks = self.comm.size
         h = xs.shape[1]
         leaving = counts.reshape(ranks, -1)  # (P, E/P): this rank's rows for the experts of each rank
-        if moe.capacity_factor is None:
-            arriving = self.comm.all_to_all(counts).reshape(ranks, -1)  # (P, E/P): each rank's rows
-        else:
-            arriving = leaving  # all experts have equally many rows
+        arriving = self.comm.all_to_all(counts).reshape(ranks, -1)  # (P, E/P): each rank's rows
         # A message has the rows of one source rank, by expert. `order` sorts all rows by expert.
         experts = np.tile(np.arange(arriving.shape[1]), ranks)
         expert_of_row = np.repeat(experts, arriving.reshape(-1))
