@@ -18,6 +18,8 @@ queries sees the whole block of a rank after it.
 Arrays have the shapes of autograd/attention.py: queries are (B, n, g, T/c, d), keys and values are
 (B, n, 1, T/c, d), where g query heads share each of the n heads of keys, and d is a head's columns.
 A block is a rank's keys and values, (2, B, n, 1, T/c, d).
+
+Seams of the core: the model's functions `attention` and `positions`.
 """
 
 from functools import partial

@@ -14,6 +14,8 @@ one device that takes the P ranks' tokens in one pass does the same, so the bits
 gradient of an expert then covers the P ranks' tokens. It is summed over the ranks of edp, which hold
 the same expert, and not over the P ranks again. NB: frameworks that did so had P times too large
 gradients, which nobody saw, because AdamW divides a gradient by its size.
+
+Seams of the core: `shard(groups=)` and owners.
 """
 
 from collections.abc import Sequence
@@ -57,7 +59,7 @@ class ExpertParallel(Owner):
         UsageError unless `comm` has all ranks that share the experts, and their replicas.
         """
         self.check_ranks(comm)
-        if self.experts and comm.chunk_comm is not comm:
+        if self.experts and comm.chunk_comm.size < comm.size:
             raise UsageError("replicas of shards: those of experts have none; give 1 replica or ep = 1")
         self.has_groups = True
         if units is None:

@@ -4,6 +4,8 @@ A Llama in which each layer has E MLPs, the experts, and a router that sends eac
 them. A token's result is their mean, weighted by the router's probabilities. No token is dropped.
 Shapes: N = B T tokens, M rows that this rank's experts multiply: N k, or what other ranks send
 (expert parallelism). An assignment is a (token, slot): a token and one of its k experts.
+
+Seams of the core: those of Llama. A layer of experts has some of its own (`MoE`).
 """
 
 # What is a field of one config is a property of another.
