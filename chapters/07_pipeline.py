@@ -108,8 +108,8 @@ SIZES = list(product(range(1, 7), range(1, 19)))[rank::ranks]  # all p and m; ea
 assert all(naive_lists(p, m) == library_lists("naive", p, m) for p, m in SIZES)
 
 # %% [markdown]
-# The library's function makes an `Action` of each triple and gives the schedule a name. `visualize` has `save_csv` and
-# `load_csv`, which exchange it with PyTorch, as a row for each rank.
+# The library's function makes an `Action` of each triple and gives the schedule a name. `save_csv` and `load_csv`
+# exchange it with PyTorch, as a row for each rank.
 #
 # ### What an action needs
 #
