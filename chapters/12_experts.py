@@ -460,8 +460,7 @@ say(f"with even routing {comm.traffic.bytes():,} bytes = 4 k N h (P-1)/P values 
 # *Deeper, 8 minutes.*
 #
 # `more/experts/mixtral.py` has a layer on one device: `route`, `compute` (our `layer`), `run_experts` (our `run`). It
-# knows no rank. `expert_parallel.py` keeps a rank's experts and replaces `run_experts` by this (the capacity is for
-# 12.8):
+# knows no rank. `expert_parallel.py` keeps a rank's experts and replaces `run_experts` by this:
 
 # %%
 from minipar.comm import DeviceMesh

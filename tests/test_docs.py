@@ -1,5 +1,6 @@
 """Claims about README.md, CONTRIBUTING.md, docs/ and the short course: links, paths and programs are true."""
 
+import ast
 import importlib
 import json
 import re
@@ -95,6 +96,14 @@ def test_the_way_of_a_gradient_names_functions_that_exist():
     for file, name in rows:
         where = importlib.import_module(f"minipar.{file.removesuffix('.py').replace('/', '.')}")
         assert callable(attrgetter(name)(where)), (file, name)
+
+
+def test_eight_seams_and_each_later_file_says_which_it_uses():
+    rows = [line for line in sections(text("docs/architecture.md"), 2)["Seams"] if line.startswith("| ")]
+    assert len(rows) - 2 <= 8  # without the head and the rule
+    for path in (ROOT / "minipar" / "more").rglob("*.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        assert path.name == "__init__.py" or "Seams of the core: " in docstring, path
 
 
 def test_readmes_reading_paths_lead_through_files_that_exist():

@@ -103,6 +103,12 @@ def test_strategies_do_not_import_each_other(module):
     assert "chunks" not in others or own in ZERO
 
 
+@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("minipar.more.")])
+def test_later_axes_do_not_import_each_other(module):
+    axes = {"experts", "context", "tree"} - {part(module, 2)}
+    assert {part(name, 2) for name in imported(module) if name.startswith("minipar.more.")} & axes == set()
+
+
 def test_no_module_imports_itself_by_way_of_others():
     edges = {}
     for module in MODULES:

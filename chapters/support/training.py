@@ -69,5 +69,5 @@ def step_layout(args: Namespace, schedule: Schedule | None = None) -> StepLayout
         recompute=args.recompute == "full",
         reduction=args.reduction,
         sync_every_microbatch=args.sync_every_microbatch,
-        aux_loss=args.shape.aux_coefficient,
+        aux_loss=getattr(args.shape, "aux_coefficient", 0.0),  # only a Mixtral has one
     )

@@ -120,7 +120,7 @@ def exercise_table(text: str) -> str:
 
 
 def source_file(name: str) -> tuple[str, str]:
-    """Return the file of an object, minipar.parallel.ddp.Wrapper.loss for example, and the object's name in it."""
+    """Return the file of an object, such as minipar.parallel.wrapper.DataParallel.loss, and its name in there."""
     words = name.split(".")
     for count in range(len(words) - 1, 0, -1):
         folder = "/".join(words[:count])

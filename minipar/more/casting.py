@@ -1,4 +1,7 @@
-"""Sums in another dtype: a communicator that casts, which data parallelism and ZeRO take as any other."""
+"""Sums in another dtype: a communicator that casts, which data parallelism and ZeRO take as any other.
+
+Seams of the core: the communicator.
+"""
 
 from typing import Any
 

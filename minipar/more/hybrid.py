@@ -1,7 +1,6 @@
 """Hybrid sharding: a communicator in two levels, which data parallelism and ZeRO take as any other.
 
-Seams of the core: a strategy calls the communicator that it is given, and cuts its buckets over
-that communicator's `chunk_comm`.
+Seams of the core: the communicator, over whose `chunk_comm` a strategy cuts its buckets.
 """
 
 from functools import partial

@@ -4,6 +4,8 @@ Blocks with RMSNorm before each half, rotary positions, SwiGLU, several heads of
 k and v, and no biases. Shapes: B samples, T tokens per sample, h hidden, a heads of q and n heads
 of k and v of d = h/a elements each, f the MLP's inner size, V vocabulary. Matrices are (out, in).
 gpt.py says what strategies change.
+
+Seams of the core: the model's functions and `segments`, and a plan, `tensor_plan`.
 """
 
 # What is a field of one config is a property of another.

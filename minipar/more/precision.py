@@ -4,6 +4,8 @@ After `enable_two_bytes()`, a node whose inputs have 2 bytes runs forward and ba
 the saved arrays and the gradients of the inputs are rounded to 2 bytes. Two things stay float32: saved arrays that are
 smaller than the result, such as a log-sum-exp for each row, and gradients that are written into a `grad_buffer`. No
 operation knows of this file.
+
+Seams of the core: `node_wrappers`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -49,7 +49,6 @@ class TransformerConfig:
     layer_matrices: int  # the elements of a layer's matrices that a token is multiplied with
     parameters: int  # the elements of all parameters
     num_local_experts: int  # only a Mixtral has experts
-    aux_coefficient = 0.0  # the factor of their auxiliary loss
 
     def build(self, **options: Any) -> "LanguageModel":
         """Make the model of this shape; `options` are the other arguments of its class."""

@@ -97,8 +97,7 @@ class Trainer:
         memory.enter("forward", restart=True)
         self.ddp.zero_grad()
         # Ranks of tp route the same tokens, and `tensor.sum_partial` sums the router's gradients over them.
-        auxiliary = self.args.shape.aux_coefficient * self.loss_factor
-        scale_auxiliary_loss(self.model, auxiliary / self.mesh.tp.size)
+        scale_auxiliary_loss(self.model, self.loss_factor / self.mesh.tp.size, self.mesh.cp)
         loss = np.array([self.replica_gradient(step)])
         if self.pipeline is not None:
             self.mesh.pp.all_reduce(loss, algorithm="ordered")  # zero on all stages but the last

@@ -60,4 +60,4 @@ class TreeTrainer(Trainer):
     def clip_grad_norm(self, max_norm: float | None) -> float:
         mesh = self.mesh
         parameters = self.ddp.parameters()
-        return exact_norm.clip_grad_norm(parameters, max_norm, self.ddp.comm, mesh.tp, mesh.pp)
+        return exact_norm.clip_exact_norm(parameters, max_norm, self.ddp.comm, mesh.tp, mesh.pp)

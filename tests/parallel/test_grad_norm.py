@@ -72,7 +72,7 @@ EVERY = [(layout, stage) for layout in LAYOUTS for stage in (0, 2)]
 def test_without_rounding_every_layout_has_one_norm(layout, stage):
     """It is the root of the exact sum of the squares, rounded once."""
     squares = sum(Fraction(float(value)) ** 2 for array in GRADIENT.values() for value in array.reshape(-1))
-    found = norms(layout, stage, clip=exact_norm.clip_grad_norm)
+    found = norms(layout, stage, clip=exact_norm.clip_exact_norm)
     assert set(found) == {math.sqrt(float(squares))}
 
 

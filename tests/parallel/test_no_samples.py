@@ -12,14 +12,6 @@ LLAMA = mp.LlamaConfig(17, 16, 20, 2, 4, 2, 8)
 MIXTRAL = mp.MixtralConfig(17, 16, 20, 2, 4, 2, 8, num_local_experts=4, num_experts_per_tok=2)
 
 
-def mixtral(capacity_factor=None):
-    model = mp.Mixtral(MIXTRAL, dtype="float64")
-    for name, module in model.named_modules():
-        if name.endswith("block_sparse_moe"):
-            module.capacity_factor = capacity_factor
-    return model
-
-
 MODELS = {
     "GPT": lambda: small_gpt(layers=1),
     "GPT, attention in blocks": lambda: with_attention(small_gpt(layers=1), "blockwise"),
@@ -27,8 +19,7 @@ MODELS = {
     "GPT of two heads": lambda: mp.GPT(mp.GPTConfig(17, 8, 12, 1, 2), dtype="float64"),
     "Llama": lambda: mp.Llama(LLAMA, dtype="float64"),
     "Llama, attention in blocks": lambda: with_attention(mp.Llama(LLAMA, dtype="float64"), "blockwise"),
-    "Mixtral": mixtral,
-    "Mixtral with a capacity": lambda: mixtral(1.5),
+    "Mixtral": lambda: mp.Mixtral(MIXTRAL, dtype="float64"),
 }
 
 

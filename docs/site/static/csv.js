@@ -1,4 +1,4 @@
-// Schedules as text, in JavaScript: PyTorch's CSV of minipar/parallel/pipeline/schedule_file.py, and parse_action of
+// Schedules as text, in JavaScript: PyTorch's CSV of visualize/schedule_file.py, and parse_action of minipar's
 // actions.py. tests/release/pages/test_editor.py compares every list, every written text and every message of an error.
 
 import { COMPUTE, MESSAGES, PAIR, act, actionText, computes, paired, simulate } from "./actions.js";

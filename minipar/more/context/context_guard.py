@@ -1,4 +1,4 @@
-"""The refusal of a forgotten or too small wrapper under context parallelism."""
+"""The refusal of a forgotten or too small wrapper under context parallelism. Seams of the core: owners."""
 
 from collections.abc import Sequence
 

@@ -18,6 +18,8 @@ queries sees the whole block of a rank after it.
 Arrays have the shapes of autograd/attention.py: queries are (B, n, g, T/c, d), keys and values are
 (B, n, 1, T/c, d), where g query heads share each of the n heads of keys, and d is a head's columns.
 A block is a rank's keys and values, (2, B, n, 1, T/c, d).
+
+Seams of the core: the model's functions `attention` and `positions`.
 """
 
 from functools import partial
@@ -36,7 +38,6 @@ from minipar.comm.work import Work
 from minipar.more.context.context_guard import ContextGuard
 from minipar.more.context.token_order import METHODS, ContextParallel, check_choice
 from minipar.more.context.ulysses import UlyssesAttention
-from minipar.more.experts.mixtral import MoE
 from minipar.nn.gpt import SelfAttention
 from minipar.nn.layers import Dropout, MaskSlice
 from minipar.parallel.split_guards import check_split, note_split
@@ -363,9 +364,6 @@ def context_parallel(
             module.mask_slices.insert(0, MaskSlice(1, c, own))
         elif isinstance(module, SelfAttention):
             module.attention = attention_of(module.attention)
-        elif isinstance(module, MoE):
-            # A layer of experts is balanced by the tokens of all ranks.
-            module.load_sums.append(partial(comm.all_reduce, algorithm="ordered"))
     return context
 
 

@@ -8,6 +8,8 @@ r and 2c-1-r, and every rank has the same work in every step:
     c = 2, T = 8          contiguous                  zigzag
     rank 0 holds          0 1 2 3                     0 1     6 7
     rank 1 holds          4 5 6 7                         2 3 4 5
+
+Seams of the core: none.
 """
 
 import numpy as np

@@ -4,6 +4,8 @@ Jacobs et al. 2023 (arXiv 2309.14509). Between attentions a rank has T/c tokens 
 attention one all-to-all exchanges these tokens, of all heads, for all tokens of 1/c of the heads.
 The serial attention runs on them, and another all-to-all exchanges its result for this rank's T/c
 tokens of all heads. Backward does the same in the opposite order.
+
+Seams of the core: the model's function `attention`.
 """
 
 from collections.abc import Callable

@@ -7,14 +7,15 @@ expert on rank j, rank r sends per layer
     dispatch   h sum_{j != r} n_rj elements in forward; in backward as many, the gradients of the results
     combine    h sum_{j != r} n_jr elements in forward, the results; in backward the gradients of the rows
 
-and before each dispatch E (P-1)/P counts of 8 bytes. With a capacity C each rank sends C rows for
-each expert, E C h (P-1)/P elements each way, and no counts.
+and before each dispatch E (P-1)/P counts of 8 bytes.
 
 An expert multiplies the rows of all P ranks in one product, in the order of (source rank, token):
 one device that takes the P ranks' tokens in one pass does the same, so the bits are the same. The
 gradient of an expert then covers the P ranks' tokens. It is summed over the ranks of edp, which hold
 the same expert, and not over the P ranks again. NB: frameworks that did so had P times too large
 gradients, which nobody saw, because AdamW divides a gradient by its size.
+
+Seams of the core: `shard(groups=)` and owners.
 """
 
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ class ExpertParallel(Owner):
         UsageError unless `comm` has all ranks that share the experts, and their replicas.
         """
         self.check_ranks(comm)
-        if self.experts and comm.chunk_comm is not comm:
+        if self.experts and comm.chunk_comm.size < comm.size:
             raise UsageError("replicas of shards: those of experts have none; give 1 replica or ep = 1")
         self.has_groups = True
         if units is None:
@@ -114,10 +115,7 @@ class ExpertParallel(Owner):
         ranks = self.comm.size
         h = xs.shape[1]
         leaving = counts.reshape(ranks, -1)  # (P, E/P): this rank's rows for the experts of each rank
-        if moe.capacity_factor is None:
-            arriving = self.comm.all_to_all(counts).reshape(ranks, -1)  # (P, E/P): each rank's rows
-        else:
-            arriving = leaving  # all experts have equally many rows
+        arriving = self.comm.all_to_all(counts).reshape(ranks, -1)  # (P, E/P): each rank's rows
         # A message has the rows of one source rank, by expert. `order` sorts all rows by expert.
         experts = np.tile(np.arange(arriving.shape[1]), ranks)
         expert_of_row = np.repeat(experts, arriving.reshape(-1))

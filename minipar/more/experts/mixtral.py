@@ -1,10 +1,11 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088), as Hugging Face's MixtralForCausalLM: function and files.
 
 A Llama in which each layer has E MLPs, the experts, and a router that sends each token to k of
-them. A token's result is their mean, weighted by the router's probabilities. No token is dropped,
-unless experts are given a capacity. Shapes: N = B T tokens, M rows that this rank's experts
-multiply: N k, or what other ranks send (expert parallelism). An assignment is a (token, slot): a
-token and one of its k experts.
+them. A token's result is their mean, weighted by the router's probabilities. No token is dropped.
+Shapes: N = B T tokens, M rows that this rank's experts multiply: N k, or what other ranks send
+(expert parallelism). An assignment is a (token, slot): a token and one of its k experts.
+
+Seams of the core: those of Llama. A layer of experts has some of its own (`MoE`).
 """
 
 # What is a field of one config is a property of another.
@@ -12,7 +13,6 @@ token and one of its k experts.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from minipar.autograd.fused import concatenate, embedding
 from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, from_host, to_host, xp
+from minipar.comm.communicator import Communicator
 from minipar.more.llama import PLAN as LLAMA_PLAN
 from minipar.more.llama import Attention, Llama, LlamaConfig, identity, norm_of, projection, swiglu
 from minipar.nn.module import Module
@@ -95,8 +96,8 @@ class Expert(Module):
 class Balance(Function):
     """The identity on a router's probabilities (N, E), whose backward balances the experts.
 
-    Backward adds the auxiliary loss's gradient, and counts the layer's loads. A forward may be run
-    for evaluation, or twice (recompute); the backward of a batch runs once.
+    Backward adds the auxiliary loss's gradient. A forward may be run for evaluation, or twice
+    (recompute); the backward of a batch runs once.
     NB: Megatron's MoEAuxLossAutoScaler also adds the gradient in backward.
     """
 
@@ -108,13 +109,10 @@ class Balance(Function):
 
     def backward(self, grad: Array, loads: np.ndarray) -> Gradients:
         layer = self.layer
-        layer.count(loads, tokens=len(grad))
-        if layer.aux_loss:
-            for add_up in layer.load_sums:
-                loads = add_up(loads)
-            auxiliary = auxiliary_gradient(loads, len(grad), layer.aux_loss)
-            grad = grad + from_host(auxiliary.astype(grad.dtype))
-        return grad, None, None
+        if layer.token_comm is not None:
+            loads = layer.token_comm.all_reduce(loads, algorithm="ordered")
+        auxiliary = auxiliary_gradient(loads, len(grad), layer.aux_loss)
+        return grad + from_host(auxiliary.astype(grad.dtype)), None, None
 
 
 def auxiliary_gradient(loads: np.ndarray, tokens: int, coefficient: float) -> np.ndarray:
@@ -139,87 +137,26 @@ def count_loads(indices: Array, samples: int, experts: int) -> np.ndarray:
     return loads
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows that experts multiply, sorted by expert, and where tokens find their results."""
-
-    tokens: Array  # (M,): the token in each row
-    counts: np.ndarray  # (E,): the rows of each expert
-    row_of: Array  # (N, k): the row of each assignment
-    is_kept: Array  # (N, k): 0 where an expert's capacity leaves no row for it, else 1
-
-
-def rows_by_expert(indices: Array, experts: int) -> Rows:
-    """Give each assignment a row, sorted by expert and then by token.
-
-    `indices` (N, k) are the tokens' experts.
-    """
-    chosen = indices.reshape(-1)  # (N k,)
-    order = xp.argsort(chosen, kind="stable")  # the assignment in each row
-    counts = to_host(xp.bincount(chosen, minlength=experts))
-    row_of = xp.argsort(order).reshape(indices.shape)
-    return Rows(
-        tokens=order // indices.shape[1], counts=counts, row_of=row_of, is_kept=xp.ones_like(indices)
-    )
-
-
-def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
-    """Give each expert `capacity` rows.
-
-    They are for the tokens in their order whose first choice the expert is, then for those whose
-    second choice it is, and so on. Rows that are left over hold token 0, and nobody reads their
-    results.
-    """
-    n, k = indices.shape
-    chosen = indices.T.reshape(-1)  # (k N,): all first choices, then all second choices
-    order = xp.argsort(chosen, kind="stable")  # by expert, then by choice, then by token
-    expert = chosen[order]
-    # Each expert's assignments are numbered from 0.
-    number = xp.arange(n * k) - xp.searchsorted(expert, expert)
-    fits = number < capacity
-    kept = order[fits]
-    row = (expert * capacity + number)[fits]
-    tokens = xp.zeros(experts * capacity, dtype=int)
-    tokens[row] = kept % n
-    row_of = xp.zeros(n * k, dtype=int)
-    row_of[kept] = row
-    is_kept = xp.zeros(n * k, dtype=int)
-    is_kept[kept] = 1
-    return Rows(
-        tokens=tokens,
-        counts=np.full(experts, capacity),
-        row_of=row_of.reshape(k, n).T,
-        is_kept=is_kept.reshape(k, n).T,
-    )
-
-
 class MoE(Module):
     """A layer of experts: (B, T, h) -> (B, T, h).
 
-    `load` (E,) counts this rank's assignments to each expert, in all backward passes until it is
-    set to zero. `aux_loss` is the auxiliary loss's coefficient in the mean loss / (layers x tokens
-    of the global batch). `bias` (E,) is added to the probabilities where experts are chosen, and
-    only there (Wang et al. 2024, arXiv 2408.15664). With a `capacity_factor` an expert gets
-    `capacity` rows of each forward pass; `dropped` counts the others, as `load` does.
+    `aux_loss` is the auxiliary loss's coefficient in the mean loss / (layers x tokens of the global
+    batch). It counts each sample's assignments: `token_comm` are the ranks that share its tokens, if
+    several do.
 
     Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism
-    replaces `enter` and `leave`. Strategies that cut samples append to `load_sums`, with which
-    samples get all their tokens' loads.
+    replaces `enter` and `leave`.
     """
 
     def __init__(self, model: "Mixtral", name: str) -> None:
-        count = model.config.num_local_experts
+        self.num_experts = model.config.num_local_experts  # E, of which this rank may hold some
         self.top_k = model.config.num_experts_per_tok
-        self.gate = projection(model, model.config.n_embd, count, f"{name}.gate")
-        self.experts = [Expert(model, f"{name}.experts.{e}") for e in range(count)]
+        self.gate = projection(model, model.config.n_embd, self.num_experts, f"{name}.gate")
+        self.experts = [Expert(model, f"{name}.experts.{e}") for e in range(self.num_experts)]
         self.enter: Callable[[Tensor], Tensor] = identity
         self.leave: Callable[[Tensor], Tensor] = identity
-        self.load = np.zeros(count, np.int64)
-        self.dropped = 0
-        self.bias = np.zeros(count)
         self.aux_loss = 0.0
-        self.capacity_factor: float | None = None
-        self.load_sums: list[Callable[[np.ndarray], np.ndarray]] = []
+        self.token_comm: Communicator | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)  # the router and the experts read it
@@ -236,41 +173,28 @@ class MoE(Module):
         logits = self.gate(x)  # (N, E)
         powers = (logits - logits.data.max(axis=-1, keepdims=True)).exp()
         probabilities = powers / powers.sum(-1, keepdims=True)
-        scores = probabilities.data + from_host(self.bias)
-        indices = xp.argsort(-scores, axis=-1, kind="stable")[:, : self.top_k]
-        loads = count_loads(indices, samples, len(self.load))
-        probabilities = Balance.apply(probabilities, self, loads)
+        indices = xp.argsort(-probabilities.data, axis=-1, kind="stable")[:, : self.top_k]
+        if self.aux_loss:
+            loads = count_loads(indices, samples, self.num_experts)
+            probabilities = Balance.apply(probabilities, self, loads)
         token = xp.arange(len(indices))[:, None]
         chosen = probabilities[token, indices]
         return indices, chosen / chosen.sum(-1, keepdims=True)
 
-    def count(self, loads: np.ndarray, tokens: int) -> None:
-        """Count the loads (B, E) of a backward pass of N tokens, and what is beyond the capacity."""
-        load = loads.sum(axis=0)
-        self.load += load
-        self.dropped += int(np.maximum(load - self.capacity(tokens), 0).sum())
-
-    def capacity(self, tokens: int) -> int:
-        """Return the most rows that an expert takes of N tokens: ceil(factor N k / E), or all N."""
-        if not self.capacity_factor:
-            return tokens
-        return ceil(min(tokens, self.capacity_factor * tokens * self.top_k / len(self.load)))
-
     def compute(self, x: Tensor, indices: Array, weights: Tensor) -> Tensor:
         """Return the weighted sum of the results of each token's experts: (N, h).
 
-        The most probable expert's comes first. What is beyond an expert's capacity counts as zero;
-        the weights of a token's other experts stay, as in the Switch Transformer.
+        The most probable expert's comes first.
         """
         n, k = indices.shape
-        if self.capacity_factor is None:
-            rows = rows_by_expert(indices, len(self.load))
-        else:
-            rows = rows_within_capacity(indices, len(self.load), self.capacity(n))
-            weights = weights * rows.is_kept.astype(weights.dtype)
+        # Each assignment gets a row, sorted by expert and then by token.
+        chosen = indices.reshape(-1)  # (N k,)
+        assignment = xp.argsort(chosen, kind="stable")  # the one in each row
+        counts = to_host(xp.bincount(chosen, minlength=self.num_experts))  # (E,)
+        row_of = xp.argsort(assignment).reshape(n, k)
         # The rows (M, h) have no name here, so that they are freed when the experts have run.
-        results = self.run_experts(embedding(x, rows.tokens), rows.counts)  # (M, h)
-        by_token = embedding(results, rows.row_of)  # (N, k, h)
+        results = self.run_experts(embedding(x, assignment // k), counts)  # (M, h)
+        by_token = embedding(results, row_of)  # (N, k, h)
         return (by_token * weights.reshape(n, k, 1)).sum(1)
 
     def run_experts(self, xs: Tensor, counts: np.ndarray) -> Tensor:
@@ -289,11 +213,16 @@ def moe_layers(model: Module) -> list[Any]:
     return [module for _, module in model.named_modules() if isinstance(module, MoE)]
 
 
-def scale_auxiliary_loss(model: Module, factor: float) -> None:
-    """Let the next backward add `factor` times the sum of the layers' auxiliary losses; they average over layers."""
+def scale_auxiliary_loss(model: Any, factor: float, token_comm: Communicator | None = None) -> None:
+    """Let the passes from now on add the model's auxiliary loss, the mean over its layers, times `factor`.
+
+    The ranks of `token_comm` share the tokens of each sample (`mesh.cp`). Then each layer sums B E
+    counts over them in backward. A model without experts has no such loss.
+    """
     moes = moe_layers(model)
     for moe in moes:
-        moe.aux_loss = factor / len(moes)
+        moe.aux_loss = model.config.aux_coefficient * factor / len(moes)
+        moe.token_comm = token_comm
 
 
 class MixtralBlock(Module):

@@ -3,6 +3,8 @@
 Replica r of d has the leaves r m to r m + m - 1 of d m, its m microbatches, so it adds a whole subtree. Backward would
 add each microbatch's gradient to the sum of those before it. So after each one the gradients are taken away, and after
 the last one the sums are put in their place, before they are summed over the replicas.
+
+Seams of the core: none. A trainer calls it after each backward, and leaves `before_reduce` to it.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""The sums of tree_sums.py over the ranks. To import this file adds the algorithm "tree" to two of the collectives."""
+"""The sums of tree_sums.py over the ranks. To import this file adds the algorithm "tree" to two of the collectives.
+
+Seams of the core: `ALGORITHMS`.
+"""
 
 from itertools import chain
 

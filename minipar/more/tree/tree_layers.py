@@ -5,8 +5,7 @@ itself, also where a model's plan lets a block cross for several of them: their 
 input then add up after the sums over the ranks, as on one device. A Llama's layer therefore sums
 seven times where plain tensor parallelism sums four times.
 
-Seams of the core: `tensor_parallel(plan=, group=)`, a model's `project`, and two more algorithms of
-the collectives.
+Seams of the core: a plan, with the sums of a `group`; the model's function `project`; `ALGORITHMS`.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
 An addition of floats rounds its result, so a sum's bits depend on the order of the additions, but
 not on which rank does them, nor on which of two terms comes first: a + b = b + a to the bit. With
-`--reduction tree` each sum over what ranks may share has K leaves, a power of two, and this order:
+trees each sum over what ranks may share has K leaves, a power of two, and this order:
 
     ((l0 + l1) + (l2 + l3)) + ((l4 + l5) + (l6 + l7))
 
@@ -15,7 +15,7 @@ tree_collectives.py adds the ranks' subtrees to the same tree, so 1, 2, 4 and 8 
 bits. A matrix product adds, too, in an order that the library chooses by the matrices' shapes. So
 each product is computed leaf by leaf, as products of shapes that all layouts have. The leaves:
 
-    batch       the microbatches of all replicas: their gradients and losses (train/leaves.py)
+    batch       the microbatches of all replicas: their gradients and losses (leaves.py)
     features    K equal blocks of the dim that tensor parallelism splits: columns of a column layer,
                 rows of a row layer, the vocabulary. Whoever computes several of them computes each
                 by itself. Where they are terms of a sum (the result of a row layer, a column
@@ -28,6 +28,8 @@ Attention computes each head by itself anyhow, and all else works on rows or on 
 the layers of tensor parallelism, which ask this file for their products and sums, compute on one
 device too, whose group has one rank. What cannot have the same bits is refused (train/tree_trainer.py).
 NB: Villa et al. 2009 sum a fixed tree for the same reason; Demmel and Nguyen 2013 sum exactly.
+
+Seams of the core: none. tree_layers.py and tree_collectives.py fill them.
 """
 
 from collections.abc import Callable

@@ -363,7 +363,7 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
         remedy = "chapters/support/ch08/pipedream.py runs it (chapter 8)"
         raise UsageError(f"schedule {name} is asynchronous: {why}; {remedy}")
     if name not in SCHEDULES:
-        raise UsageError(f"schedule {name}: choose from {', '.join(SCHEDULES)}, or a FILE.csv")
+        raise UsageError(f"schedule {name}: choose from {', '.join(SCHEDULES)}")
     if p < 1 or m < 1 or (v is not None and v < 1):
         sizes = f"pp = {p}, microbatches = {m}, virtual stages = {v}"
         raise UsageError(f"schedule {name}: {sizes}: each is at least 1")
