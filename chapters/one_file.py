@@ -127,7 +127,9 @@ class Model:
 
     def __init__(self, layers):
         self.layers = [copy(layer) for layer in layers]
-        arrays = sum([layer.parameters for layer in layers], [])
+        arrays = []
+        for layer in layers:
+            arrays += layer.parameters
         self.parameters = np.concatenate([array.reshape(-1) for array in arrays])
         self.gradient = np.zeros_like(self.parameters)
         start = 0
@@ -293,7 +295,7 @@ def prove(name, losses, model, expected, elements, formula, held):
     sent.clear()
     trained = f"{name:18} {losses[0]:.4f}  {losses[-1]:.4f}  {difference:.1e}"
     say(f"{trained}  {nbytes / STEPS / p:9,.0f} = {formula:22} {held}")
-    if not difference < 1e-12:
+    if not difference < 1e-12:  # so that NaN is a mistake, too
         stop(f"{name}: this is not what one device trains")
     if nbytes != STEPS * 8 * elements:
         stop(f"{name}: all ranks together should send {8 * elements:,} bytes in a step")
@@ -497,6 +499,7 @@ for _ in range(STEPS):
     adam.step()
     all_gather(model.parameters, dp)
     losses.append(world.allreduce(loss) / tp.size)  # the ranks of tp have the same loss
+# What all ranks together should send. The parameters of all ranks are those of dp copies of a model.
 by_dp = 2 * (dp.size - 1) * world.allreduce(model.parameters.size) // dp.size
 by_tp = 2 * (tp.size - 1) * summed
 by_pp = 2 * (pp.size - 1) * N * h * tp.size

@@ -24,7 +24,7 @@ def sent_by_all(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 3, 4, 8])
 def test_every_way_is_equal_to_one_device(ranks):
-    result = run_mpi(ranks, [str(PATH)], timeout=120)
+    result = run_mpi(ranks, [str(PATH)], timeout=240)
     assert (result.returncode, result.stderr) == (0, "")
     names, first, last, differences, sent = zip(*ROW.findall(result.stdout), strict=True)
     assert [name.split(",")[0] for name in names[:6]] == [
@@ -44,7 +44,7 @@ def test_it_is_short_and_stands_alone():
 
 
 def test_nine_ranks_get_one_line():
-    result = run_mpi(9, [str(PATH)], timeout=60)
+    result = run_mpi(9, [str(PATH)], timeout=240)
     assert result.returncode != 0 and len(result.stdout.splitlines()) == 1 and "started 9" in result.stdout
 
 
@@ -77,6 +77,6 @@ def test_its_proofs_find_a_planted_mistake(mistake, tmp_path):
     assert line in SOURCE
     copy = tmp_path / "one_file.py"
     copy.write_text(SOURCE.replace(line, wrong, 1), encoding="utf-8")
-    result = run_mpi(ranks, [str(copy)], timeout=60)
+    result = run_mpi(ranks, [str(copy)], timeout=120)
     assert result.returncode != 0
     assert words in result.stdout + result.stderr
