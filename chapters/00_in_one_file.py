@@ -8,39 +8,42 @@
 # ---
 
 # %% [markdown]
-# # 0. minipar in one file
+# # 0. Parallel training in one file
 #
-# **How is one Transformer trained by many machines?**
+# **How is one model trained by many machines?**
 #
-# Eight devices train one GPT. They can divide the samples, the optimizer's memory, the matrices or the layers. Each way
-# takes 10 to 90 lines of NumPy and mpi4py, and all of them stand in this file. The result stays the same: after five
-# steps on eight devices, data parallelism and ZeRO agree in all 417,408 parameters to the last bit. And yet with ZeRO
-# each device keeps only 834,816 of the optimizer's 6,678,528 bytes. At the end of this chapter you can say of each
-# strategy what it divides, what it sends, and when.
+# Eight devices train one language model. They can divide the samples, the optimizer's memory, the matrices or the
+# layers. Each way takes 10 to 80 lines of NumPy and mpi4py, and all of them stand in one program of 330 lines,
+# [one_file.py](one_file.py). Each trains what one device trains, within rounding, and sends as many bytes as a formula
+# says. With ZeRO each device keeps only 130,944 of the optimizer's 1,047,552 bytes, and sends as much as without. At
+# the end of this chapter you can say of each strategy what it divides, what it sends, and when.
 #
 # ![What each of eight devices holds under nine strategies, and what it sends](../visualize/gallery/strategies.png)
 #
 # *The whole course in one picture. A strip of eight full boxes says that every device has a copy. A staircase says that
 # each device has its own eighth.*
 #
-# What a device does not hold, it must be sent: the right part of the picture says what. This file trains with data
-# parallelism (0.6) and ZeRO 1 (0.7). Tensor parallelism (0.8) is shown on one pair of layers. For one device (0.1 to
-# 0.3) and the pipeline (0.9) the file computes the gradient and does not train. Each part is checked at once, and most
-# are compared with the library at the end, bit for bit.
+# What a device does not hold, it must be sent: the right part of the picture says what. This chapter is a walk through
+# the program. Its cells up to 0.9, but for those that print a heading, are the program's lines, all of them and in
+# their order (a test keeps it so). They run on 1 to 8 ranks. The sections after that are deeper: they build autograd
+# and a GPT, and compare with the library, bit for bit.
 #
-# This file can be read first, or last as a summary. It answers exercises [1](exercises/e01_ring_reduce_scatter.py),
+# This chapter can be read first, or last as a summary. It answers exercises [1](exercises/e01_ring_reduce_scatter.py),
 # [2](exercises/e02_all_reduce.py), [6](exercises/e06_zero1_step.py), [8](exercises/e08_column_row_layers.py) and
 # [10](exercises/e10_one_f_one_b.py) of chapters 3 to 7. **Predict**: ZeRO 1 keeps an eighth of the optimizer's memory
-# on each device. Does it send more bytes than data parallelism, as many, or fewer? Section 0.7 has the answer.
+# on each device. Does it send more bytes than data parallelism, as many, or fewer? Section 0.6 has the answer.
 
 # %% tags=["active-ipynb"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["one-file"]
 import math
 import os
+import sys
+import traceback
+from copy import copy
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one core per rank, set before NumPy starts its threads
 import numpy as np
@@ -54,23 +57,641 @@ p = world.size  # the number of ranks
 def say(text):
     """Print on rank 0. Every rank computes and checks."""
     if r == 0:
-        print(text)
+        print(text, flush=True)
 
 
-def close(a, b):
-    """Tell whether two arrays are equal within rounding, on the scale of the largest element."""
-    return np.abs(a - b).max() <= 1e-12 * np.abs(b).max()
+def stop(text):
+    """End the job with a line on rank 0. Every rank calls it."""
+    say(text)
+    sys.exit(1)
 
 
-def same_on_all_ranks(array):
-    """Tell whether all ranks have the same bits."""
-    return world.allgather(array.tobytes()) == [array.tobytes()] * p
+def end_all_ranks(kind, error, trace):
+    """End the job because this rank has failed: the others would wait for its messages for ever."""
+    traceback.print_exception(kind, error, trace)
+    world.Abort(1)
+
+
+sys.excepthook = end_all_ranks
+if p > 8:
+    stop(f"one_file.py gives each rank some of 8 layers, so it runs on 1 to 8 ranks, and mpirun started {p}")
+
+# %% [markdown]
+# ## 0.1 Four ways to share the work
+#
+# *Core, 1 minute.*
+#
+# A training step has samples, parameters, and two means that AdamW keeps for each parameter. Every strategy cuts one of
+# them.
+#
+# ![What each of four ranks holds under four strategies](../visualize/gallery/four_strategies.png)
+#
+# *What each of four ranks holds. A model is drawn as its layers, one above the other; a layer has columns.*
+#
+# ## 0.2 A model
+#
+# *Core, 2 minutes.*
+#
+# The model sees 16 letters and predicts the next one. A letter has a vector for each place where it can stand. The sum
+# of the 16 vectors, $h = 32$ elements, goes through six residual blocks $x + \tanh(x W_1) W_2$, and a last matrix makes
+# of it a score for each letter of the vocabulary. The text has $N = 128$ letters, and a step predicts each of them
+# once.
+
+# %%
+say("0. Parallel training in one file\n\n0.1 Four ways to share the work\n0.2 A model")
+
+# %% tags=["one-file"]
+TEXT = """To see a World in a Grain of Sand
+And a Heaven in a Wild Flower
+Hold Infinity in the palm of your hand
+And Eternity in an hour.
+"""  # William Blake
+vocabulary, tokens = np.unique(list(TEXT), return_inverse=True)
+V = len(vocabulary)
+N = len(tokens)  # samples: a step predicts each letter of the text once
+C = 16  # letters that the model sees
+h = 32  # elements of a vector
+contexts = np.stack([np.roll(tokens, C - place) for place in range(C)], axis=1)  # (N, C): the text goes round
+
+# %% [markdown]
+# Forward and backward stand side by side. The block is what the strategies below cut: two products, with a function of
+# each element alone between them.
+
+
+# %% tags=["one-file"]
+# A layer's forward returns its result and its activations, which are what its backward needs. Its backward takes the
+# gradient of the result, adds those of its parameters to `gradients`, and returns that of the input.
+class Embedding:
+    """The sum of the vectors of C letters."""
+
+    def __init__(self, table):
+        self.parameters = [table]  # (C, V, h)
+
+    def forward(self, x):
+        table = self.parameters[0]
+        return table[np.arange(C), x].sum(axis=1), x  # (N, C) -> (N, C, h) -> (N, h)
+
+    def backward(self, dy, x):
+        np.add.at(self.gradients[0], (np.arange(C), x), dy[:, None])  # a vector that is used twice gets two gradients
+
+
+class Block:
+    """x + tanh(x W1) W2."""
+
+    def __init__(self, w1, w2):
+        self.parameters = [w1, w2]  # (h, 4h), (4h, h)
+
+    def forward(self, x):
+        w1, w2 = self.parameters
+        a = np.tanh(x @ w1)  # (N, h) -> (N, 4h)
+        return x + a @ w2, (x, a)  # (N, h)
+
+    def backward(self, dy, activations):
+        w1, w2 = self.parameters
+        x, a = activations
+        dz = dy @ w2.T * (1 - a * a)  # (N, 4h): the gradient of x W1
+        self.gradients[0] += x.T @ dz
+        self.gradients[1] += a.T @ dy
+        return dy + dz @ w1.T  # (N, h)
+
+
+# %% tags=["one-file"]
+class Head:
+    """A score for each letter of the vocabulary."""
+
+    def __init__(self, weight):
+        self.parameters = [weight]  # (h, V)
+
+    def forward(self, x):
+        return x @ self.parameters[0], x  # (N, h) -> (N, V)
+
+    def backward(self, dy, x):
+        self.gradients[0] += x.T @ dy
+        return dy @ self.parameters[0].T  # (N, h)
 
 
 # %% [markdown]
-# ## 0.1 A tensor that knows what it was computed from
+# All parameters lie in one flat array and all gradients in another, on which collectives and optimizers work. (That
+# cell is folded; its lines say nothing about parallel training.)
+
+
+# %% jupyter={"source_hidden": true} tags=["one-file", "hide-input"]
+def new_layers():
+    """Draw the eight layers from one seed, so that all ranks begin with the same."""
+    random = np.random.default_rng(0)
+    layers = [Embedding(random.normal(0, 0.2, (C, V, h)))]
+    for _ in range(6):
+        layers.append(Block(random.normal(0, 0.1, (h, 4 * h)), random.normal(0, 0.1, (4 * h, h))))
+    layers.append(Head(random.normal(0, 0.1, (h, V))))
+    return layers
+
+
+class Model:
+    """Copies of layers, whose parameters are views of one flat array, and their gradients of another."""
+
+    def __init__(self, layers):
+        self.layers = [copy(layer) for layer in layers]
+        arrays = []
+        for layer in layers:
+            arrays += layer.parameters
+        self.parameters = np.concatenate([array.reshape(-1) for array in arrays])
+        self.gradient = np.zeros_like(self.parameters)
+        start = 0
+        for layer in self.layers:
+            shapes = [array.shape for array in layer.parameters]
+            layer.parameters = []
+            layer.gradients = []
+            for shape in shapes:
+                part = slice(start, start + math.prod(shape))
+                layer.parameters.append(self.parameters[part].reshape(shape))
+                layer.gradients.append(self.gradient[part].reshape(shape))
+                start = part.stop
+
+
+# %% [markdown]
+# The loss is a mean over *all* $N$ samples, even where a rank has only some of them: `cross_entropy` divides by $N$.
+
+
+# %% tags=["one-file"]
+def forward(layers, x):
+    """Return the last layer's result and the activations of all layers."""
+    kept = []
+    for layer in layers:
+        x, activations = layer.forward(x)
+        kept.append(activations)
+    return x, kept
+
+
+def backward(layers, dy, kept):
+    """Add to the layers' gradients, given the gradient of their result; return the gradient of their input."""
+    for layer, activations in zip(reversed(layers), reversed(kept), strict=True):
+        dy = layer.backward(dy, activations)
+    return dy
+
+
+def cross_entropy(scores, targets):
+    """Return what these samples add to the mean loss of ALL samples, and its gradient with respect to the scores."""
+    shifted = scores - scores.max(axis=1, keepdims=True)
+    log_softmax = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    one_hot = np.eye(V)[targets]
+    return -(log_softmax * one_hot).sum() / N, (np.exp(log_softmax) - one_hot) / N
+
+
+def forward_backward(layers, x, targets):
+    """Add to the layers' gradients those of the loss; return the loss."""
+    scores, kept = forward(layers, x)
+    loss, dy = cross_entropy(scores, targets)
+    backward(layers, dy, kept)
+    return loss
+
+
+# %% [markdown]
+# Backward is written by hand, so it is checked: a small step in a random direction must change the loss as the gradient
+# says. (Section 0.10 makes backward from the forward alone.)
+
+# %% tags=["one-file"]
+# Is the backward right? A small step in a random direction must change the loss as the gradient says.
+model = Model(new_layers())
+Psi = model.parameters.size
+direction = np.random.default_rng(1).normal(size=Psi)
+forward_backward(model.layers, contexts, tokens)
+slope = model.gradient @ direction
+model.parameters += 1e-6 * direction
+above = forward_backward(model.layers, contexts, tokens)
+model.parameters -= 2e-6 * direction
+below = forward_backward(model.layers, contexts, tokens)
+assert abs((above - below) / 2e-6 - slope) < 1e-7 * abs(slope), "the gradient is not the slope of the loss"
+
+# %% [markdown]
+# ## 0.3 One device
 #
-# *Core, 4 minutes.*
+# *Core, 1 minute.*
+#
+# One device trains with AdamW. It is the judge: every way below has to train the same model. AdamW works on each
+# element alone and keeps two means for it. So it can be given any part of the parameters, and that is all ZeRO needs.
+
+# %%
+say("0.3 One device")
+
+# %% tags=["one-file"]
+STEPS = 12
+
+
+class AdamW:
+    """torch.optim.AdamW on a flat array, which it changes in place."""
+
+    def __init__(self, parameters, gradient):
+        self.parameters = parameters
+        self.gradient = gradient
+        self.mean = np.zeros_like(parameters)
+        self.square = np.zeros_like(parameters)
+        self.steps = 0
+
+    def step(self, lr=0.01, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01):
+        self.steps += 1
+        self.mean += (1 - b1) * (self.gradient - self.mean)
+        self.square *= b2
+        self.square += (1 - b2) * (self.gradient * self.gradient)
+        root = np.sqrt(self.square) / math.sqrt(1 - b2**self.steps)
+        self.parameters *= 1 - lr * weight_decay
+        self.parameters -= lr / (1 - b1**self.steps) * (self.mean / (root + eps))
+
+
+judge = Model(new_layers())
+adam = AdamW(judge.parameters, judge.gradient)
+judge_losses = []
+for _ in range(STEPS):
+    judge.gradient.fill(0)
+    judge_losses.append(forward_backward(judge.layers, contexts, tokens))
+    adam.step()
+
+# %% [markdown]
+# ## 0.4 A ring all-reduce
+#
+# *Core, 3 minutes.*
+#
+# A rank can send an array and receive one. Both return at once, with a request to wait for. All that follows is written
+# from these two.
+
+# %%
+say("0.4 A ring all-reduce\n")
+
+# %% tags=["one-file"]
+sent = []  # the bytes of each message that this rank sends
+
+
+def isend(array, destination, comm):
+    sent.append(array.nbytes)
+    return comm.Isend(array, destination)  # the request keeps the array alive
+
+
+def irecv(array, source, comm):
+    return comm.Irecv(array, source)
+
+
+def exchange(leaving, arriving, comm):
+    """Send to the right neighbour in a ring of ranks, and receive from the left one at the same time."""
+    right = (comm.rank + 1) % comm.size
+    left = (comm.rank - 1) % comm.size
+    MPI.Request.Waitall([isend(leaving, right, comm), irecv(arriving, left, comm)])
+
+
+# %% [markdown]
+# Every rank has an array, and all need the sum. Each of the $p$ ranks cuts its array into $p$ chunks. The sum of chunk
+# $c$ begins on rank $c+1$ and travels around the ring to rank $c$. Each rank on the way adds its part. That is a
+# *reduce-scatter*: rank $r$ has chunk $r$ of the sum. In $p-1$ more steps the finished chunks travel around the ring,
+# an *all-gather*. Each rank sends $2\frac{p-1}{p}$ of the array. No algorithm sends less in total (chapter 3).
+#
+# ![Four ranks in a ring send one chunk per round](../visualize/gallery/ring_all_reduce.gif)
+#
+# *Four ranks in a ring. Each sends one chunk per round to its right neighbour. For half of the rounds it adds what
+# arrives, for the other half it copies.*
+
+
+# %% tags=["one-file"]
+def reduce_scatter(x, comm=world):
+    """Leave the sum of all ranks' x in x, on rank r in chunk r only; the other chunks keep parts of sums.
+
+    The sum of chunk c begins on rank c+1 and travels around the ring to rank c. Each rank on its way adds its part.
+    """
+    chunks = np.array_split(x.reshape(-1), comm.size)  # views, which need not be equal
+    for step in range(1, comm.size):
+        leaving = chunks[(comm.rank - step) % comm.size]
+        growing = chunks[(comm.rank - step - 1) % comm.size]
+        arriving = np.empty_like(growing)
+        exchange(leaving, arriving, comm)
+        growing += arriving
+
+
+def all_gather(x, comm=world):
+    """Copy chunk r of x from rank r to all ranks, for each r: the chunks travel once around the ring."""
+    chunks = np.array_split(x.reshape(-1), comm.size)
+    for step in range(1, comm.size):
+        leaving = chunks[(comm.rank - step + 1) % comm.size]
+        arriving = chunks[(comm.rank - step) % comm.size]
+        exchange(leaving, arriving, comm)
+
+
+def all_reduce(x, comm=world):
+    """Leave the sum of all ranks' x in x, on all ranks; return x."""
+    reduce_scatter(x, comm)
+    all_gather(x, comm)
+    return x
+
+
+# %% tags=["one-file"]
+# In each half a rank sends p-1 of the p chunks. Together the p ranks send 2(p-1) times the array, whatever p is.
+mine = np.random.default_rng(r).normal(size=1001)
+total = np.empty_like(mine)
+world.Allreduce(mine, total)  # MPI's own sum, in another order
+assert np.abs(all_reduce(mine) - total).max() < 1e-12, "all_reduce is not MPI's"
+assert world.allreduce(sum(sent)) == 2 * (p - 1) * mine.nbytes, "all_reduce sends more or less than it should"
+
+# %% [markdown]
+# Each way below ends in a row of one table: first and last loss, the largest difference from one device in any loss or
+# parameter, and the bytes sent, which must equal a formula (`==`). The function that prints a row, or ends the program,
+# is folded.
+
+
+# %% jupyter={"source_hidden": true} tags=["one-file", "hide-input"]
+def prove(name, losses, model, expected, elements, formula, held):
+    """Print a row of the table, or end the job if this way is not equal to one device or sends other bytes.
+
+    `expected` is what this rank's parameters should be, `elements` is how many all ranks should send in a step.
+    """
+    differences = [np.abs(np.subtract(losses, judge_losses)).max(), np.abs(model.parameters - expected).max()]
+    difference = np.max(world.allgather(differences))
+    nbytes = world.allreduce(sum(sent))
+    sent.clear()
+    trained = f"{name:18} {losses[0]:.4f}  {losses[-1]:.4f}  {difference:.1e}"
+    say(f"{trained}  {nbytes / STEPS / p:9,.0f} = {formula:22} {held}")
+    if not difference < 1e-12:  # so that NaN is a mistake, too
+        stop(f"{name}: this is not what one device trains")
+    if nbytes != STEPS * 8 * elements:
+        stop(f"{name}: all ranks together should send {8 * elements:,} bytes in a step")
+
+
+sent.clear()
+say(f"{p} ranks, Psi = {Psi:,} parameters, N = {N} samples, h = {h}, {STEPS} steps\n")
+say("                       loss       differs  bytes that a rank sends")
+say("                   first    last  at most  in a step, on average             rank 0 holds")
+held = f"{Psi:,} parameters, {16 * Psi:,} bytes of AdamW"
+prove("one device", judge_losses, judge, judge.parameters, 0, "0", held)
+
+# %% [markdown]
+# ## 0.5 Data parallelism
+#
+# *Core, 1 minute.*
+#
+# Each rank has the whole model and $1/p$ of the samples. The loss is a sum over samples, divided by the number of *all*
+# samples. So the gradients of its parts add up. After one all-reduce all ranks have the same gradient and take the same
+# step. (The mean of the ranks' means is another thing where the ranks have unequal counts. It trains, its loss falls,
+# and it is wrong: [4.6](04_data_parallel.ipynb).)
+
+# %%
+say("\n0.5 Data parallelism")
+
+
+# %% tags=["one-file"]
+def own(x, comm=world, axis=0):
+    """Return this rank's part of x."""
+    return np.array_split(x, comm.size, axis=axis)[comm.rank]
+
+
+model = Model(new_layers())
+adam = AdamW(model.parameters, model.gradient)
+losses = []
+for _ in range(STEPS):
+    model.gradient.fill(0)
+    loss = forward_backward(model.layers, own(contexts), own(tokens))
+    reduce_scatter(model.gradient)
+    all_gather(model.gradient)  # these two lines are an all-reduce
+    adam.step()
+    losses.append(world.allreduce(loss))  # only to be printed, so not counted
+data_parallel = model.parameters
+held = f"{len(own(tokens))} of the {N} samples"
+prove("data parallelism", losses, model, judge.parameters, 2 * (p - 1) * Psi, "2(p-1)/p x 8 Psi", held)
+
+# %% [markdown]
+# ## 0.6 ZeRO 1
+#
+# *Core, 2 minutes.*
+#
+# **The update fits between the two halves.** After the reduce-scatter rank $r$ has chunk $r$ of the sum. AdamW works on
+# each element alone, so rank $r$ can update chunk $r$ of the parameters, with chunk $r$ of the two means. Then the
+# all-gather carries *updated parameters* in the place of gradients. Compare the loop with the one above: two lines have
+# changed places, and the all-gather has another argument. That answers the question of the first page: ZeRO 1 sends as
+# many bytes as data parallelism, and it gives the same bits. But each rank keeps the two means of $1/p$ of the $\Psi$
+# parameters only.
+
+# %%
+say("\n0.6 ZeRO 1")
+
+# %% tags=["one-file"]
+zero = Model(new_layers())
+adam = AdamW(own(zero.parameters), own(zero.gradient))  # views of chunk r
+losses = []
+for _ in range(STEPS):
+    zero.gradient.fill(0)
+    loss = forward_backward(zero.layers, own(contexts), own(tokens))
+    reduce_scatter(zero.gradient)
+    adam.step()
+    all_gather(zero.parameters)
+    losses.append(world.allreduce(loss))
+held = f"{adam.mean.nbytes + adam.square.nbytes:,} bytes of AdamW"
+prove("ZeRO 1", losses, zero, judge.parameters, 2 * (p - 1) * Psi, "2(p-1)/p x 8 Psi", held)
+assert np.array_equal(zero.parameters, data_parallel), "ZeRO 1 has not the bits of data parallelism"
+
+# %% [markdown]
+# ## 0.7 Tensor parallelism
+#
+# *Core, 5 minutes.*
+#
+# All ranks have all samples, and each has a part of every block's matrices. Cut $W_1$ by columns: each rank computes
+# some columns of the activation, and tanh works on each element alone. Cut $W_2$ by the matching rows: each rank gets a
+# term of the result, and one sum adds the terms (*g* in NVIDIA's Megatron-LM). In backward it is the gradient of $x$
+# whose terms are added (*f*). Where one of the two sums in forward, the other sums in backward: they are *conjugate*.
+# Attention is cut in the same way, by heads.
+
+# %%
+say("\n0.7 Tensor parallelism")
+
+
+# %% tags=["one-file"]
+class SplitBlock(Block):
+    """This rank's columns of W1 and rows of W2, on one of t ranks."""
+
+    def __init__(self, w1, w2, comm):
+        super().__init__(own(w1, comm, axis=1), own(w2, comm))  # (h, 4h/t), (4h/t, h)
+        self.comm = comm
+
+    def forward(self, x):
+        w1, w2 = self.parameters
+        a = np.tanh(x @ w1)  # (N, h) -> (N, 4h/t)
+        return x + all_reduce(a @ w2, self.comm), (x, a)  # g: (N, h)
+
+    def backward(self, dy, activations):
+        w1, w2 = self.parameters
+        x, a = activations
+        dz = dy @ w2.T * (1 - a * a)  # (N, 4h/t)
+        self.gradients[0] += x.T @ dz
+        self.gradients[1] += a.T @ dy
+        return dy + all_reduce(dz @ w1.T, self.comm)  # f: (N, h)
+
+
+def split(layers, comm=world):
+    """Return the layers with split blocks. The embedding and the head stay whole, and all ranks compute the same."""
+    return [SplitBlock(*layer.parameters, comm) if isinstance(layer, Block) else layer for layer in layers]
+
+
+# %% tags=["one-file"]
+model = Model(split(new_layers()))
+adam = AdamW(model.parameters, model.gradient)
+losses = []
+for _ in range(STEPS):
+    model.gradient.fill(0)
+    losses.append(forward_backward(model.layers, contexts, tokens))
+    adam.step()  # the gradients need no message: each rank has its own columns and rows
+summed = 2 * 6 * N * h  # elements: two sums in each of six blocks
+expected = Model(split(judge.layers)).parameters
+held = f"{model.parameters.size:,} parameters"
+prove("tensor parallelism", losses, model, expected, 2 * (p - 1) * summed, "2(p-1)/p x 8 x 12 N h", held)
+
+# %% [markdown]
+# ## 0.8 A pipeline
+#
+# *Core, 6 minutes.*
+#
+# Each rank has some of the layers: a *stage*. The samples are cut into $m$ *microbatches* that follow one another. A
+# forward sends its result to the next rank, a backward sends a gradient to the rank before. While the pipeline fills
+# and drains, ranks wait: $\frac{p-1}{m+p-1}$ of the step is the *bubble*, so $m$ should be large. GPipe runs all
+# forwards, then all backwards, and rank 0 keeps the activations of $m$ microbatches. 1F1B runs one forward for each
+# rank that comes after this one, then one forward and one backward in turn, then the backwards that are left.
+# **Predict**: how many does rank 0 keep then?
+#
+# ![1F1B on 8 ranks with 16 microbatches](../visualize/gallery/schedule_1f1b_8x16.png)
+#
+# *1F1B on 8 ranks, with 16 microbatches. Time runs from left to right. White is waiting: the first microbatch must come
+# down to the last rank before any gradient can come back. Below are the activations that each rank keeps.*
+
+# %%
+say("\n0.8 A pipeline")
+
+
+# %% tags=["one-file"]
+def schedule(ahead, m):
+    """List a rank's actions: `ahead` forwards, then a forward and a backward in turn, then the backwards left."""
+    actions = [("forward", i) for i in range(min(ahead, m))]
+    for i in range(m):
+        if ahead + i < m:
+            actions.append(("forward", ahead + i))
+        actions.append(("backward", i))
+    return actions
+
+
+def stage_of(layers, comm=world):
+    """Return this rank's layers."""
+    return [layers[i] for i in own(range(len(layers)), comm)]
+
+
+def receive(samples, source, comm):
+    """Wait for an array of (samples, h) elements and return it."""
+    array = np.empty((samples, h))
+    irecv(array, source, comm).Wait()
+    return array
+
+
+# %% [markdown]
+# A schedule is a list of actions, and both schedules come from one function. A rank does its list in order. It waits
+# only for what an action needs.
+
+
+# %% tags=["one-file"]
+def run_pipeline(stage, actions, xs, targets, comm=world):
+    """Add to the stage's gradients those of all microbatches; return its loss and the most microbatches it kept."""
+    is_first = comm.rank == 0
+    is_last = comm.rank == comm.size - 1
+    kept = {}  # the activations of each microbatch that waits for its backward
+    peak = 0
+    dscores = {}
+    loss = 0.0
+    sends = []
+    for kind, i in actions:
+        if kind == "forward":
+            x = xs[i] if is_first else receive(len(xs[i]), comm.rank - 1, comm)
+            y, kept[i] = forward(stage, x)
+            peak = max(peak, len(kept))
+            if is_last:
+                part, dscores[i] = cross_entropy(y, targets[i])
+                loss += part
+            else:
+                sends.append(isend(y, comm.rank + 1, comm))
+        else:
+            dy = dscores.pop(i) if is_last else receive(len(xs[i]), comm.rank + 1, comm)
+            dx = backward(stage, dy, kept.pop(i))
+            if not is_first:
+                sends.append(isend(dx, comm.rank - 1, comm))
+    MPI.Request.Waitall(sends)
+    return loss, peak
+
+
+# %% tags=["one-file"]
+m = 2 * p
+xs = np.array_split(contexts, m)
+targets = np.array_split(tokens, m)
+for name, ahead, most in ("GPipe", m, m), ("1F1B", p - 1 - r, p - r):
+    model = Model(stage_of(new_layers()))
+    adam = AdamW(model.parameters, model.gradient)
+    losses = []
+    for _ in range(STEPS):
+        model.gradient.fill(0)
+        loss, peak = run_pipeline(model.layers, schedule(ahead, m), xs, targets)
+        adam.step()  # no message here either: each rank has its own layers
+        losses.append(world.allreduce(loss))  # the last rank's; the others have 0
+    assert peak == most, f"rank {r} keeps {peak} microbatches with {name}, and not {most}"
+    expected = Model(stage_of(judge.layers)).parameters
+    held = f"{len(model.layers)} of 8 layers, {peak} of {m} microbatches"
+    prove(f"pipeline, {name}", losses, model, expected, 2 * (p - 1) * N * h, "2(p-1)/p x 8 N h", held)
+
+# %% [markdown]
+# Rank 0 keeps $p$ microbatches with 1F1B, however large $m$ is. Both schedules train the same model.
+#
+# ## 0.9 All at once
+#
+# *Core, 3 minutes.*
+#
+# A rank has a place on each of three axes. Along an axis it works with the ranks that have its places on the other two.
+# Nothing changes in the functions above: a stage of split blocks runs the pipeline on its part of the samples, and ZeRO
+# 1 updates it.
+
+# %%
+say("\n0.9 All at once")
+
+# %% tags=["one-file"]
+tp_size = math.gcd(p, 2)
+pp_size = math.gcd(p // tp_size, 2)
+dp_size = p // tp_size // pp_size  # 8 ranks are 2 x 2 x 2
+tp_rank = r % tp_size
+dp_rank = r // tp_size % dp_size
+pp_rank = r // tp_size // dp_size
+tp = world.Split(pp_rank * dp_size + dp_rank)  # the ranks that give the same number are one group
+dp = world.Split(pp_rank * tp_size + tp_rank)
+pp = world.Split(dp_rank * tp_size + tp_rank)
+
+# %% tags=["one-file"]
+model = Model(stage_of(split(new_layers(), tp), pp))
+adam = AdamW(own(model.parameters, dp), own(model.gradient, dp))
+m = 2 * pp.size
+xs = np.array_split(own(contexts, dp), m)
+targets = np.array_split(own(tokens, dp), m)
+losses = []
+for _ in range(STEPS):
+    model.gradient.fill(0)
+    loss, peak = run_pipeline(model.layers, schedule(pp.size - 1 - pp.rank, m), xs, targets, pp)
+    reduce_scatter(model.gradient, dp)
+    adam.step()
+    all_gather(model.parameters, dp)
+    losses.append(world.allreduce(loss) / tp.size)  # the ranks of tp have the same loss
+# What all ranks together should send. The parameters of all ranks are those of dp copies of a model.
+by_dp = 2 * (dp.size - 1) * world.allreduce(model.parameters.size) // dp.size
+by_tp = 2 * (tp.size - 1) * summed
+by_pp = 2 * (pp.size - 1) * N * h * tp.size
+expected = Model(stage_of(split(judge.layers, tp), pp)).parameters
+held = f"{model.parameters.size:,} parameters, {16 * adam.mean.size:,} bytes of AdamW"
+prove(f"dp {dp.size}, tp {tp.size}, pp {pp.size}", losses, model, expected, by_dp + by_tp + by_pp, "all three", held)
+
+# %% tags=["one-file"]
+# What have they learned? Each letter that the model predicts becomes the last one of the letters that it sees.
+seen = tokens[-C:]
+for _ in range(N):
+    scores, _ = forward(zero.layers, seen[None, -C:])  # (1, C) -> (1, V)
+    seen = np.append(seen, scores.argmax())
+say(f"\nAll are equal to one device. ZeRO 1 has learned by heart:\n\n{''.join(vocabulary[seen[C:]])}")
+
+# %% [markdown]
+# ## 0.10 A tensor that knows what it was computed from
+#
+# *Deeper, 4 minutes.*
 #
 # A `Tensor` keeps its inputs, and for each input a function that turns the result's gradient into that input's. Tensors
 # are numbered as they are made, so a tensor's users have larger numbers than itself. Backward goes from large numbers
@@ -110,6 +731,7 @@ class Tensor:
                     waiting[x] = gradient_of(g)
 
 
+# %%
 def operation(rule):
     """Make an operation on tensors of a rule on arrays, which returns its result and a gradient for each input."""
 
@@ -122,9 +744,9 @@ def operation(rule):
 
 
 # %% [markdown]
-# ## 0.2 Seven operations
+# ## 0.11 Seven operations
 #
-# *Core, 8 minutes; the formulas are derived in chapters 1 and 2.*
+# *Deeper, 8 minutes; the formulas are derived in chapters 1 and 2.*
 #
 # A GPT needs seven operations. Each computes its result, and states below it the gradient of every input. $B$ samples
 # of $T$ tokens are $N = B T$ rows, one below the other, of $h$ elements each.
@@ -147,6 +769,7 @@ def linear(x, weight, bias=0.0):
     )
 
 
+# %%
 @operation
 def embedding(weight, index):
     def of_weight(g):
@@ -160,6 +783,7 @@ def embedding(weight, index):
     return weight[index], of_weight  # (V, h), integers (N,) -> (N, h)
 
 
+# %%
 @operation
 def layer_norm(x, weight, bias):
     h = x.shape[-1]
@@ -182,6 +806,7 @@ def layer_norm(x, weight, bias):
     )
 
 
+# %%
 @operation
 def gelu(x):
     # GPT-2's approximation: x (1 + t) / 2 with t = tanh(s (x + c x^3)).
@@ -194,6 +819,7 @@ def gelu(x):
     return (t + 1) * x * 0.5, lambda g: slope * g
 
 
+# %%
 @operation
 def attention(qkv):
     # softmax(q k^T / sqrt(h/a) + mask) v for each of a heads: (N, 3h) -> (N, h)
@@ -227,6 +853,7 @@ def from_heads(x):
     return x.transpose(0, 2, 1, 3).reshape(-1, h)  # (B, a, T, h/a) -> (N, h)
 
 
+# %%
 @operation
 def cross_entropy_sum(logits, targets):
     # The sum of -log softmax(logits)[target]: (N, V), (N,) -> one value
@@ -244,16 +871,16 @@ def cross_entropy_sum(logits, targets):
 
 
 # %% [markdown]
-# ## 0.3 A GPT
+# ## 0.12 A GPT
 #
-# *Core, 5 minutes.*
+# *Deeper, 5 minutes.*
 #
 # GPT-2 with as many heads and layers as ranks, and with GPT-2's names. All parameters are views of one array, `flat`,
 # on which collectives and optimizers work. The output head has the same values as the token embedding `wte`, and a
-# gradient of its own. One device adds the two in the end; in the pipeline of 0.9 they stay on two ranks, and 7.7 adds
-# them.
+# gradient of its own. One device adds the two in the end; in a pipeline they stay on two ranks, and 7.7 adds them.
 
 # %%
+# From here on V and h are those of the GPT.
 V = 256  # words in the vocabulary: bytes
 T = 16  # tokens of a sample
 B = 2 * p  # samples of the global batch
@@ -283,6 +910,7 @@ def shapes():
     return shapes
 
 
+# %%
 class GPT:
     """GPT-2. Its values are drawn from one seed, so they are the same on every rank."""
 
@@ -336,8 +964,7 @@ class GPT:
 
 
 # %% [markdown]
-# One device computes the gradient that all strategies below have to equal. The first check needs no second program: a
-# small step along a random direction must change the loss as the gradient says.
+# The first check is that of 0.2: a small step along a random direction must change the loss as the gradient says.
 
 
 # %%
@@ -349,7 +976,7 @@ def batch(step):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def backward(model, x, targets):
+def loss_backward(model, x, targets):
     """Add the gradient of (summed loss) / (tokens of the global batch) to the model's; return that quotient."""
     loss = model.loss_sum(x, targets)
     loss.backward(1 / (B * T))
@@ -357,320 +984,57 @@ def backward(model, x, targets):
 
 
 model = GPT()
-Psi = model.flat.size
-loss = backward(model, *batch(0))
+loss = loss_backward(model, *batch(0))
 truth = model.take_gradient()
 
-direction = np.random.default_rng(1).normal(size=Psi) / math.sqrt(Psi)
+direction = np.random.default_rng(1).normal(size=truth.size) / math.sqrt(truth.size)
 model.flat += 1e-5 * direction
-above = backward(model, *batch(0))
+above = loss_backward(model, *batch(0))
 model.flat -= 2e-5 * direction
-below = backward(model, *batch(0))
+below = loss_backward(model, *batch(0))
 slope = (above - below) / 2e-5
 assert abs(slope - truth @ direction) < 1e-8 * np.linalg.norm(truth)
-say("0. minipar in one file\n")
-say("0.1 A tensor that knows what it was computed from\n0.2 Seven operations\n0.3 A GPT")
-say(f"{Psi:,} parameters, loss {loss:.3f}, slope {slope:.6f}, by backward {truth @ direction:.6f}")
+say("\n0.10 A tensor that knows what it was computed from\n0.11 Seven operations\n0.12 A GPT")
+say(f"{truth.size:,} parameters, loss {loss:.3f}, slope {slope:.6f}, by backward {truth @ direction:.6f}")
 
 # %% [markdown]
-# ## 0.4 Four ways to share the work
-#
-# *Core, 2 minutes.*
-#
-# A training step has samples, parameters, and two means that Adam keeps for each parameter. Every strategy cuts one of
-# them.
-#
-# ![What each of four ranks holds under four strategies](../visualize/gallery/four_strategies.png)
-#
-# *What each of four ranks holds. A model is drawn as its layers, one above the other; a layer has columns.*
-
-# %% [markdown]
-# ## 0.5 A ring all-reduce
-#
-# *Core, 6 minutes.*
-#
-# Every rank has an array, and all need the sum. Each of the $p$ ranks cuts its array into $p$ chunks. The sum of chunk
-# $c$ starts on rank $c+1$ and travels around the ring to rank $c$. Each rank on the way adds its part. That is a
-# *reduce-scatter*: rank $r$ has chunk $r$ of the sum. In $p-1$ more steps the finished chunks travel around the ring,
-# an *all-gather*. Each rank sends $2\frac{p-1}{p}$ of the array. No algorithm sends less in total (chapter 3).
-#
-# ![Four ranks in a ring send one chunk per round](../visualize/gallery/ring_all_reduce.gif)
-#
-# *Four ranks in a ring. Each sends one chunk per round to its right neighbour. For half of the rounds it adds what
-# arrives, for the other half it copies.*
-
-# %%
-right = (r + 1) % p
-left = (r - 1) % p
-
-
-def isend(array, rank, tag=0):
-    return world.Isend(array, rank, tag)
-
-
-def irecv(array, rank, tag=0):
-    return world.Irecv(array, rank, tag)
-
-
-def reduce_scatter(x):
-    """Return chunk r of the sum of all ranks' x, a flat array."""
-    chunks = np.array_split(x, p)
-    travelling = chunks[left]  # its sum starts here
-    for step in range(p - 1):
-        own = chunks[(r - step - 2) % p]
-        received = np.empty_like(own)
-        MPI.Request.Waitall([isend(travelling, right), irecv(received, left)])
-        travelling = received + own
-    return travelling
-
-
-def all_gather(chunk, size):
-    """Return the ranks' chunks, one after another: `size` elements."""
-    whole = np.empty(size)
-    chunks = np.array_split(whole, p)  # views
-    chunks[r][...] = chunk
-    for step in range(p - 1):
-        here = chunks[(r - step) % p]
-        next_one = chunks[(r - step - 1) % p]
-        MPI.Request.Waitall([isend(here, right), irecv(next_one, left)])
-    return whole
-
-
-def all_reduce(x):
-    """Return the sum of all ranks' x, of any shape."""
-    chunk = reduce_scatter(x.reshape(-1))
-    return all_gather(chunk, x.size).reshape(x.shape)
-
-
-mine = np.random.default_rng(r).normal(size=1001)  # chunks need not be equal
-total = all_reduce(mine)
-assert close(total, world.allreduce(mine))  # MPI adds in another order
-assert same_on_all_ranks(total)
-say("\n0.4 Four ways to share the work\n\n0.5 A ring all-reduce")
-say("all ranks have the same bits, and MPI's sum within rounding")
-
-# %% [markdown]
-# ## 0.6 Data parallelism
-#
-# *Core, 4 minutes.*
-#
-# The loss is a sum over tokens, divided by the number of tokens of the *global* batch. So the gradients of its parts
-# add up. Every rank takes $1/p$ of the samples. After one all-reduce all ranks have the same gradient and take the same
-# step. One device that adds the same parts in the same order has the same bits (chapter 4).
+# Data parallelism and ZeRO need not know the model. These are the loops of 0.5 and 0.6, for the GPT:
 
 
 # %%
-class Adam:
-    """torch.optim.Adam on a flat array, which it changes in place. It keeps two means for each element."""
-
-    def __init__(self, flat, lr=1e-3):
-        self.flat = flat
-        self.lr = lr
-        self.m = np.zeros_like(flat)
-        self.v = np.zeros_like(flat)
-        self.steps = 0
-
-    def step(self, g):
-        self.steps += 1
-        b1 = 0.9
-        b2 = 0.999
-        self.m += (1 - b1) * (g - self.m)
-        self.v *= b2
-        self.v += (1 - b2) * (g * g)
-        root = np.sqrt(self.v) / math.sqrt(1 - b2**self.steps)
-        self.flat -= self.lr / (1 - b1**self.steps) * (self.m / (root + 1e-8))
-
-
-def shard(step):
-    """Return this rank's samples of a step: inputs and targets."""
-    x, targets = batch(step)
-    return np.array_split(x, p)[r], np.array_split(targets, p)[r]
+def train_gpt(zero):
+    """Train a GPT for five steps, with ZeRO 1 or data parallelism; return its parameters, a flat array."""
+    model = GPT()
+    gradient = np.empty_like(model.flat)
+    if zero:
+        adam = AdamW(own(model.flat), own(gradient))
+    else:
+        adam = AdamW(model.flat, gradient)
+    for step in range(5):
+        x, targets = batch(step)
+        loss_backward(model, own(x), own(targets))
+        gradient[...] = model.take_gradient()
+        reduce_scatter(gradient)
+        if zero:
+            adam.step(lr=1e-3, b2=0.999, weight_decay=0)
+            all_gather(model.flat)
+        else:
+            all_gather(gradient)
+            adam.step(lr=1e-3, b2=0.999, weight_decay=0)
+    return model.flat
 
 
 model = GPT()
-optimizer = Adam(model.flat)
-for step in range(5):
-    backward(model, *shard(step))
-    gradient = all_reduce(model.take_gradient())
-    if step == 0:
-        assert close(gradient, truth)
-    optimizer.step(gradient)
-data_parallel = model.flat
-assert same_on_all_ranks(data_parallel)
-say("\n0.6 Data parallelism\nthe gradient is one device's within rounding, and all ranks stay equal")
+x, targets = batch(0)
+loss_backward(model, own(x), own(targets))
+assert np.abs(all_reduce(model.take_gradient()) - truth).max() <= 1e-12 * np.abs(truth).max()
+trained = train_gpt(zero=False)
+assert trained.tobytes() == train_gpt(zero=True).tobytes()
+assert world.allgather(trained.tobytes()) == [trained.tobytes()] * p
+say("data parallelism and ZeRO 1: the gradient of one device within rounding, and the same bits on all ranks")
 
 # %% [markdown]
-# ## 0.7 ZeRO stage 1
-#
-# *Core, 3 minutes.*
-#
-# An all-reduce is a reduce-scatter and an all-gather. Between the two, rank $r$ has chunk $r$ of the sum. Adam works on
-# each element alone, so rank $r$ can update chunk $r$ of the parameters. Then the all-gather carries *updated
-# parameters* in the place of gradients. That answers the question of the first page: ZeRO 1 sends as many bytes as data
-# parallelism. But each rank keeps Adam's two means for $1/p$ of the $\Psi$ parameters only.
-
-# %%
-model = GPT()
-chunk = np.array_split(model.flat, p)[r].copy()
-optimizer = Adam(chunk)
-for step in range(5):
-    backward(model, *shard(step))
-    optimizer.step(reduce_scatter(model.take_gradient()))
-    model.flat[...] = all_gather(chunk, Psi)
-assert model.flat.tobytes() == data_parallel.tobytes()
-means = f"{2 * chunk.nbytes:,} bytes of {16 * Psi:,}"
-say(f"\n0.7 ZeRO stage 1\nthe bits of data parallelism; Adam's means take {means}")
-
-# %% [markdown]
-# ## 0.8 A column-parallel and a row-parallel layer
-#
-# *Core, 5 minutes.*
-#
-# The MLP is $\mathrm{gelu}(x W_1) W_2$. Cut $W_1$ into columns: each rank computes some columns of the activation, and
-# gelu works on each element alone. Cut $W_2$ into the matching rows: each rank gets a term of the result, and one
-# all-reduce adds the terms (*g* in NVIDIA's Megatron-LM). In backward it is the gradient of $x$ whose terms are added
-# (*f*).
-
-
-# %%
-def f(x):
-    """Pass x on. Backward sums its gradient over the ranks."""
-    return Tensor(x.data, [x], [all_reduce])
-
-
-def g(x):
-    """Sum x over the ranks. Backward passes the gradient on."""
-    return Tensor(all_reduce(x.data), [x], [lambda gradient: gradient])
-
-
-random = np.random.default_rng(2)
-x = Tensor(random.normal(size=(T, h)))
-w1 = Tensor(random.normal(size=(h, 4 * h)))
-w2 = Tensor(random.normal(size=(4 * h, h)))
-gradient = random.normal(size=(T, h))
-y = linear(gelu(linear(x, w1)), w2)
-y.backward(gradient)
-
-own = slice(4 * h // p * r, 4 * h // p * (r + 1))
-x_r = Tensor(x.data)
-w1_r = Tensor(w1.data[:, own].copy())  # (h, 4h/p)
-w2_r = Tensor(w2.data[own].copy())  # (4h/p, h)
-hidden = gelu(linear(f(x_r), w1_r))  # (T, 4h/p)
-y_r = g(linear(hidden, w2_r))  # a bias of w2 comes after g
-y_r.backward(gradient)
-assert close(y_r.data, y.data)
-assert close(x_r.grad, x.grad)
-assert close(w1_r.grad, w1.grad[:, own])
-assert close(w2_r.grad, w2.grad[own])
-say("\n0.8 A column-parallel and a row-parallel layer\nresult and gradients are one device's within rounding")
-
-# %% [markdown]
-# ## 0.9 A pipeline with the schedule 1F1B
-#
-# *Core, 8 minutes.*
-#
-# Rank $r$ runs block $r$. The first rank also embeds, and the last one computes the loss. The batch is cut into $m$
-# microbatches. A forward (F) sends activations to the right, a backward (B) sends gradients to the left. A rank runs a
-# forward for each rank to its right, then one forward and one backward in turn, then the backwards that are left. So it
-# keeps the activations of at most $p - r$ microbatches.
-#
-# ![1F1B on 8 ranks with 16 microbatches](../visualize/gallery/schedule_1f1b_8x16.png)
-#
-# *The schedule on 8 ranks, with 16 microbatches. Time runs from left to right. White is waiting: the first microbatch
-# must come down to the last rank before any gradient can come back. Below are the activations that each rank keeps.*
-
-
-# %%
-def one_f_one_b(rank, m):
-    """Return the actions of a rank, in order: (kind, microbatch)."""
-    ahead = min(p - 1 - rank, m)
-    actions = []
-    for i in range(ahead):  # warmup
-        actions.append(("F", i))
-    for i in range(m - ahead):  # steady state
-        actions.append(("F", ahead + i))
-        actions.append(("B", i))
-    for i in range(m - ahead, m):  # cooldown
-        actions.append(("B", i))
-    return actions
-
-
-class Stage:
-    """This rank's part of the model: block r, on the first rank the embedding too, on the last one the loss."""
-
-    def __init__(self, model, xs, targets):
-        self.model = model
-        self.xs = xs  # the microbatches
-        self.targets = targets
-        self.is_first = r == 0
-        self.is_last = r == p - 1
-        self.kept = {}  # start and end of each microbatch that waits for its backward
-        self.sends = []  # messages under way, with their arrays, which must live as long
-
-    def forward(self, i):
-        if self.is_first:
-            start = self.model.embed(self.xs[i])
-        else:
-            start = Tensor(np.empty((self.xs[i].size, h)))
-            irecv(start.data, left, i).Wait()
-        end = self.model.block(r, start)
-        if self.is_last:
-            end = self.model.criterion(end, self.targets[i])
-        else:
-            self.sends.append((isend(end.data, right, i), end.data))
-        self.kept[i] = start, end
-        assert len(self.kept) <= p - r
-
-    def backward(self, i):
-        start, end = self.kept.pop(i)
-        tag = len(self.xs) + i
-        if self.is_last:
-            gradient = np.array(1 / (B * T))
-        else:
-            gradient = np.empty_like(end.data)
-            irecv(gradient, right, tag).Wait()
-        end.backward(gradient)
-        if not self.is_first:
-            self.sends.append((isend(start.grad, left, tag), start.grad))
-
-
-def run_pipeline(model, xs, targets):
-    """Leave in this rank's part of the model the gradient of the mean loss of the microbatches xs and targets."""
-    stage = Stage(model, xs, targets)
-    for kind, i in one_f_one_b(r, len(xs)):
-        if kind == "F":
-            stage.forward(i)
-        else:
-            stage.backward(i)
-    MPI.Request.Waitall([request for request, _ in stage.sends])
-
-
-m = 2 * p
-xs, targets = (np.split(array, m) for array in batch(0))
-pipeline = GPT()
-run_pipeline(pipeline, xs, targets)
-
-device = GPT()
-for i in range(m):  # one device adds up the microbatches in the same order
-    backward(device, xs[i], targets[i])
-trained = 0
-for name, whole in device.parameters.items():
-    mine = pipeline.parameters[name]
-    if mine.grad is not None:
-        trained += 1
-        assert np.array_equal(mine.grad, whole.grad)
-assert world.allreduce(trained) == len(device.parameters)  # each gradient is on one rank
-if r == p - 1:
-    assert np.array_equal(pipeline.head.grad, device.head.grad)
-say(f"\n0.9 A pipeline with the schedule 1F1B\n{m} microbatches: the gradients are one device's, bit for bit")
-few = min(m, 6)  # as many as fit on a line
-say(f"lists of {few} microbatches (a rank with {few - 1} or more ranks to its right does all forwards first):")
-for rank in range(p):
-    actions = [f"{kind}{i}" for kind, i in one_f_one_b(rank, few)]
-    say(f"rank {rank}  " + "   " * rank + " ".join(actions))
-
-# %% [markdown]
-# ## 0.10 The library gives the same bits
+# ## 0.13 The library gives the same bits
 #
 # *Deeper, 4 minutes.*
 #
@@ -708,27 +1072,41 @@ for stage in (0, 1):  # data parallelism and ZeRO stage 1, with one bucket as ab
     wrapper = mp.shard(library, comm, stage, groups=one_bucket)
     optimizer = mp.AdamW(wrapper.parameters(), lr=1e-3, weight_decay=0)
     for step in range(5):
-        wrapper.loss(*shard(step)).backward()
+        x, targets = batch(step)
+        wrapper.loss(own(x), own(targets)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    trained = np.concatenate([parameter.data.reshape(-1) for parameter in library.parameters()])
-    assert trained.tobytes() == data_parallel.tobytes()
+    flat = np.concatenate([parameter.data.reshape(-1) for parameter in library.parameters()])
+    assert flat.tobytes() == trained.tobytes()
+
+# %%
+random = np.random.default_rng(2)
+x = random.normal(size=(T, h))
+w1 = random.normal(size=(h, 4 * h))
+w2 = random.normal(size=(4 * h, h))
+dy = random.normal(size=(T, h))
+pair = Model([SplitBlock(w1, w2, world)])  # it adds x to the result, and the library's two layers do not
+y, kept = forward(pair.layers, x)
+dx = backward(pair.layers, dy, kept)
 
 up = mp.ColumnParallelLinear(h, 4 * h, comm, name="up", bias=False, dtype="float64")
 down = mp.RowParallelLinear(4 * h, h, comm, name="down", bias=False, dtype="float64")
-up.weight.data[...] = w1_r.data
-down.weight.data[...] = w2_r.data
-x_library = mp.Tensor(x.data[None], requires_grad=True)  # (1, T, h)
-y_library = down(mp.gelu(up(x_library)))
-y_library.backward(gradient[None])
-assert np.array_equal(y_r.data, y_library.data[0])
-assert np.array_equal(x_r.grad, x_library.grad[0])
-assert np.array_equal(w1_r.grad, up.weight.grad)
-assert np.array_equal(w2_r.grad, down.weight.grad)
+up.weight.data[...], down.weight.data[...] = pair.layers[0].parameters
+x_library = mp.Tensor(x[None], requires_grad=True)  # (1, T, h)
+y_library = x_library + down(up(x_library).tanh())
+y_library.backward(dy[None])
+assert np.array_equal(y, y_library.data[0])
+assert np.array_equal(dx, x_library.grad[0])
+assert np.array_equal(pair.layers[0].gradients[0], up.weight.grad)
+assert np.array_equal(pair.layers[0].gradients[1], down.weight.grad)
 
-actions = [(action.kind, action.microbatch) for action in make("1f1b", p, m).ranks[r]]
-assert actions == one_f_one_b(r, m)
-say("\n0.10 The library gives the same bits\nequal: data parallelism, ZeRO stage 1, the parallel layers and 1F1B")
+# %%
+for name, ahead in ("gpipe", 2 * p), ("1f1b", p - 1 - r):
+    library = [(action.kind, action.microbatch) for action in make(name, p, 2 * p).ranks[r]]
+    assert library == [(kind[0].upper(), i) for kind, i in schedule(ahead, 2 * p)]
+say(
+    "\n0.13 The library gives the same bits\nequal: data parallelism, ZeRO stage 1, the parallel layers, GPipe and 1F1B"
+)
 
 # %% tags=["active-ipynb"]
 # %autopx

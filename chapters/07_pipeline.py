@@ -235,7 +235,7 @@ for (p, m), t in product(SIZES, TIMES):
 #
 # [Exercise 10](exercises/e10_one_f_one_b.py) asks for these lists: `make exercises PYTEST="-k e10"`. Write them before
 # you open the next cell. **Predict**: with $p = 4$ and $m = 8$ rank 0 of GPipe holds 8 activations. How many does rank
-# 0 of 1F1B hold? (If you know it from 0.9: say why.)
+# 0 of 1F1B hold? (If you know it from 0.8: say why.)
 #
 # And somebody claims 1F1B in 71 units of time, a bubble of 7/71 = 0.0986, with $p = 8$, $m = 32$ and $T_F = T_B = 1$.
 # **[Exercise 27](exercises/e27_71_steps.py)** asks you to refute it: `make exercises PYTEST="-k e27"`.

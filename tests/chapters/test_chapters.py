@@ -31,8 +31,15 @@ def test_every_script_has_a_notebook():
     assert {path.stem for path in (ROOT / "chapters").glob("*.ipynb")} == {chapter.stem for chapter in CHAPTERS}
 
 
-def test_chapter_0_is_one_file_that_needs_no_library():
-    """It imports nothing of minipar before its last section, which compares it with the library."""
-    alone, library = CHAPTERS[0].read_text(encoding="utf-8").split("# ## 0.10 ")
-    modules = set(re.findall(r"^(?:import|from) (\w+)", alone, re.MULTILINE))
-    assert modules == {"math", "mpi4py", "numpy", "os"} and "import minipar" in library
+def test_chapter_0_walks_through_one_file():
+    """Its cells with this tag are the lines of one_file.py, all and in order; its last section alone needs minipar."""
+    chapter = CHAPTERS[0].read_text(encoding="utf-8")
+    one_file = (ROOT / "chapters" / "one_file.py").read_text(encoding="utf-8")
+    cells = re.findall(r'^# %%[^\n]*"one-file"[^\n]*\n(.*?)(?=^# %%)', chapter, re.MULTILINE | re.DOTALL)
+    assert [cell for cell in cells if cell.strip() not in one_file] == []
+    program = one_file[one_file.index("import ") :].splitlines()
+    assert [line for cell in cells for line in cell.splitlines() if line and line[0] != "#"] == [
+        line for line in program if line and line[0] != "#"
+    ]
+    alone, library = chapter.split("# ## 0.13 ")
+    assert "import minipar" in library and not re.search(r"^(import|from) minipar", alone, re.MULTILINE)

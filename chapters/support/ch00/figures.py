@@ -1,4 +1,4 @@
-"""Draw the figure of chapter 0 (section 0.4): what each rank holds under four strategies.
+"""Draw the figure of chapter 0 (section 0.1): what each rank holds under four strategies.
 
 `python -m chapters.support.ch00.figures FILE` draws it into a file.
 """
