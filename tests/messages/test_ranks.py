@@ -116,7 +116,7 @@ SPLITS = {  # the number of ranks, the script, the error, and what it shows
     "its groups": (2, "mp.ColumnParallelLinear(4, 9, world, name='up', groups=3)", UsageError, "up", "9/6"),
     "a row layer": (2, "mp.RowParallelLinear(9, 4, world, name='down')", UsageError, "down", "9/2"),
     "heads and tp": (2, "mp.tensor_parallel(gpt(n_head=3), world)", UsageError, "3/2"),
-    "fewer heads than tp": (8, "mp.tensor_parallel(llama(), world)", UsageError, "4/8"),
+    "fewer heads than tp": (8, "mp.tensor_parallel(llama(), world)", UsageError, "2/8"),
     "experts and ep": (2, f"{EP} mp.expert_parallel(mixtral(experts=3), mesh.ep, mesh.edp)", UsageError, "3/2"),
     "no experts": (2, f"{EP} mp.expert_parallel(gpt(), mesh.ep, mesh.edp)", UsageError, "GPT", "mp.Mixtral"),
     "experts that nobody sums": (

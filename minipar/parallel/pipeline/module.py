@@ -13,7 +13,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Owner, Parameter
-from minipar.parallel.agreement import check_alike
+from minipar.parallel.agreement import check_same_batch
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
 from minipar.parallel.placement import Replicate, Shard, attach_placements, placement_of, update
@@ -123,11 +123,8 @@ class PipelineModule(Module, Owner):
         if self._batch_checked:
             return
         self._batch_checked = True
-        batch = [("x", x), ("y", y)]
         for comm in (self.mesh.tp, self.mesh.pp):
-            replica = f"the ranks of {comm.axis} compute one replica together"
-            what = f"{replica}, but were given different batches"
-            check_alike(comm, batch, what, "cut the global batch by mesh.dp.rank alone")
+            check_same_batch(comm, x=x, y=y)
 
     @property
     def loss_module(self) -> Module | None:

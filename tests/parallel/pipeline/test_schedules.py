@@ -210,11 +210,7 @@ def test_a_message_takes_time_between_ranks_and_none_within():
 
 @pytest.mark.parametrize(
     ("name", "sizes", "value"),
-    [
-        ("2f2b", (2, 2), "2f2b"),
-        ("dualpipev", (4, 7), r"2\*4 = 8"),
-        ("interleaved-1f1b", (4, 6, 2), "6/4"),
-    ],
+    [("2f2b", (2, 2), "2f2b"), ("dualpipev", (4, 7), r"2\*4 = 8"), ("interleaved-1f1b", (4, 6, 2), "6/4")],
 )
 def test_names_and_sizes_that_do_not_fit_are_refused(name, sizes, value):
     with pytest.raises(UsageError, match=value):
