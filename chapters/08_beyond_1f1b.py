@@ -560,9 +560,7 @@ say("DualPipe on 2p ranks: the times of DualPipeV on p, idle (PP/2 - 1)(F&B + B 
 # %%
 if rank == 0:
     say(figures.schedule_table(4, 8))
-    spots = {
-        name: (max(check(line.schedule).peak_activations) * 4 / line.schedule.stages) for name, line in lines.items()
-    }
+    spots = {name: (max(line.peak_activations) * 4 / line.schedule.stages) for name, line in lines.items()}
     points = {name: (spots[name], float(line.bubble_fraction)) for name, line in lines.items()}
     show(figures.plot_memory_and_bubble(points), "08_memory_and_bubble")
     bubbles = [line.bubble_fraction for line in lines.values()]
