@@ -342,8 +342,7 @@ from minipar.parallel.tensor.plan import PLAN, TensorParallel, sum_together, ten
 
 if rank == 0:
     for name, row in PLAN.items():
-        alone = "" if row.crosses else "  (its block crosses the border)"
-        print(f"{name:<12} dim {row.dim!s:<4}  groups {row.groups}  {row.layer.__name__}{alone}")
+        print(f"{name:<12} dim {row.dim!s:<4}  groups {row.groups}  {row.layer.__name__}")
     show_source(tensor_placement, layers.shard_parameter)
 
 L, V = 2, 257  # layers, and words in the vocabulary: a prime, so that nothing divides it

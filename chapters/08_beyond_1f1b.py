@@ -170,8 +170,9 @@ assert idle_units[6] == 19
 # %%
 from fractions import Fraction
 
-from minipar.parallel.pipeline.actions import Durations, simulate
-from minipar.parallel.pipeline.check import check, peak_live
+from chapters.support.schedule_lists import count_sends
+from minipar.parallel.pipeline.actions import Durations, peak_live, simulate
+from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import make
 
 if rank == 0:
@@ -179,7 +180,7 @@ if rank == 0:
 
     halves = simulate(make("interleaved-1f1b", 4, 8), Durations(*[Fraction(1, 2)] * 3))
     assert (halves.bubble_fraction, halves.peak_activations[0]) == (Fraction(3, 19), 11)
-    assert [sum(check(make(name, 4, 8)).sends) for name in ("1f1b", "interleaved-1f1b")] == [48, 112]
+    assert [sum(count_sends(make(name, 4, 8))) for name in ("1f1b", "interleaved-1f1b")] == [48, 112]
     show(plot_schedule(halves), "08_interleaved")
 
 # %% [markdown]
@@ -378,13 +379,15 @@ if rank == 0:
 # equals idle / total.
 
 # %%
+from visualize.schedule import bubble_rate
+
 h1, h2 = (simulate(make(name, 4, 8)) for name in ("zb-h1", "zb-h2"))
-assert h1.bubble_fraction == h2.bubble_fraction == h1.bubble_rate == Fraction(1, 9) and h2.bubble_rate == 0
+assert h1.bubble_fraction == h2.bubble_fraction == bubble_rate(h1) == Fraction(1, 9) and bubble_rate(h2) == 0
 assert [(row[0].start, row[-1].end) for row in h2.ranks] == [(r, r + 24) for r in range(4)]
 for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items():
     found = simulate(make(name, 8, 24), Durations(18.522, 18.086, 9.337, 0.601))
-    assert round(found.bubble_rate, 4) == published
-    say(f"{name:<6} bubble rate {found.bubble_rate:.4f} = published;   idle / total {found.bubble_fraction:.4f}")
+    assert round(bubble_rate(found), 4) == published
+    say(f"{name:<6} bubble rate {bubble_rate(found):.4f} = published;   idle / total {found.bubble_fraction:.4f}")
 
 # %% [markdown]
 # ## 8.4 ZB-V and DualPipeV
@@ -416,6 +419,8 @@ for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items(
 # times.
 
 # %%
+from chapters.support.ch08.exchange import ExchangeDurations
+
 for p, m in SIZES:
     if m >= 2 * p - 1:
         assert idle(library_lists("zbv", p, m), EQUAL) == p - 1  # times of a half
@@ -427,7 +432,8 @@ if rank == 0:
     show(figures.plot_overlap(4, 16), "08_overlap")
     for name, at_share in (("zbv", [1.09, 1.73]), ("dualpipev", [1.08, 1.28])):
         shares = [Fraction(1, 12), Fraction(1)]  # x / (1 + x) of an F is all-to-alls: 8 % and a half
-        times = [simulate(make(name, 4, 16), Durations(1 + x, 1 + x, 1, exchange=x)).makespan / 96 for x in shares]
+        durations = [ExchangeDurations(1 + x, 1 + x, 1, exchange=x) for x in shares]
+        times = [simulate(make(name, 4, 16), each).makespan / 96 for each in durations]
         assert [round(float(time), 2) for time in times] == at_share
 
 # %% [markdown]
@@ -484,8 +490,8 @@ def waits(line):
 
 for p, f, i, w, exchange in ((4, 4, 4, 3, 0), (2, 5, 5, 2, 1), (3, 6, 6, 6, 2), (5, 7, 7, 1, 0), (4, 5, 4, 3, 0)):
     schedule = make("dualpipev", p, 2 * p + 1)
-    assert check(schedule).peak_activations == [2 * p + 1] * p
-    line = simulate(schedule, Durations(f, i, w, exchange=exchange))  # a pair hides its exchanges, the all-to-alls
+    line = simulate(schedule, ExchangeDurations(f, i, w, exchange=exchange))  # a pair hides its all-to-alls
+    assert line.peak_activations == [2 * p + 1] * p
     pair = max(slot.end - slot.start for slot in line.ranks[0])
     b = i + w
     first, between, last = waits(line)
@@ -524,7 +530,7 @@ from chapters.support.ch08.dualpipe import TwoPipelines, dualpipe
 if rank == 0:
     show_source(TwoPipelines.needs, dualpipe)
 for p, f, i, w, exchange in ((1, 4, 4, 3, 0), (2, 5, 5, 2, 1), (3, 6, 6, 6, 2), (4, 7, 7, 1, 0)):
-    durations = Durations(f, i, w, exchange=exchange)
+    durations = ExchangeDurations(f, i, w, exchange=exchange)
     both = simulate(dualpipe(2 * p, 2 * p + 1), durations)
     v = simulate(make("dualpipev", p, 2 * p + 1), durations)
     times = [[(slot.start, slot.end) for slot in row] for row in both.ranks]
@@ -554,9 +560,7 @@ say("DualPipe on 2p ranks: the times of DualPipeV on p, idle (PP/2 - 1)(F&B + B 
 # %%
 if rank == 0:
     say(figures.schedule_table(4, 8))
-    spots = {
-        name: (max(check(line.schedule).peak_activations) * 4 / line.schedule.stages) for name, line in lines.items()
-    }
+    spots = {name: (max(line.peak_activations) * 4 / line.schedule.stages) for name, line in lines.items()}
     points = {name: (spots[name], float(line.bubble_fraction)) for name, line in lines.items()}
     show(figures.plot_memory_and_bubble(points), "08_memory_and_bubble")
     bubbles = [line.bubble_fraction for line in lines.values()]
@@ -600,12 +604,14 @@ say(f"three schedules on {stages} ranks, m = {len(batch)}: the gradients of one 
 
 # %%
 for name in ("interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"):
-    report = check(make(name, stages, microbatches))
+    schedule = make(name, stages, microbatches)
+    check(schedule)
+    peaks = simulate(schedule).peak_activations
     run = runs.train(name)
     assert run.verdict.passed, run.verdict.line
-    listed = report.sends[pipe.rank], report.peak_activations[pipe.rank]
+    listed = count_sends(schedule)[pipe.rank], peaks[pipe.rank]
     assert stages == 1 or (run.messages, run.peak_alive) == listed
-    say(f"{name:<17} = 1 device, bit for bit; alive at most, by rank: {report.peak_activations}")
+    say(f"{name:<17} = 1 device, bit for bit; alive at most, by rank: {peaks}")
 
 # %% [markdown]
 # Parameters, losses and gradient norms are those of one device, bit for bit, though `W` of a microbatch is done long
@@ -813,8 +819,10 @@ for number, order in ((3, 1), (4, -1)):
     for actions in library_lists("zb-h1", stages, len(batch)):
         late = [action for action in actions if action[0] == "W"]
         lists.append([action for action in actions if action[0] != "W"] + late[::order])
-    report = check(written(*(as_text(actions) for actions in lists)))  # not refused
-    assert report.peak_weight_gradients == [len(batch)] * stages
+    mistaken = written(*(as_text(actions) for actions in lists))
+    check(mistaken)  # not refused
+    waiting = [peak_live(actions, made_by=("I",), freed_by=("W",)) for actions in mistaken.ranks]
+    assert waiting == [len(batch)] * stages
     found = run_list(pipe, lists, weights, batch)
     assert np.allclose(found, expected, rtol=1e-12, atol=1e-12)
     if not np.array_equal(found, expected):
@@ -884,7 +892,7 @@ assert [idle(library_lists(name, 8, 16), REAL) for name in ("1f1b", "zb-h1")] ==
 assert Fraction(84, 192 + 84) / Fraction(42, 192 + 42) == Fraction(39, 23)
 for actions, ahead in zip(interleaved_lists(4, 8, 3), (14, 12, 10, 8), strict=True):
     assert [kind for kind, _, _ in actions].index("B") == ahead + 1  # the steady state begins with a forward, too
-assert sum(check(make("interleaved-1f1b", 4, 8, 3)).sends) == 176
+assert sum(count_sends(make("interleaved-1f1b", 4, 8, 3))) == 176
 assert all(idle(zero_bubble_lists(4, 8, 1), t) == 3 * max(t["F"], t["I"]) for t in TIMES[5:])  # T_W > T_F + T_I
 assert [idle(split_lists([4, 3, 2, 0], [0, 1, 2, last], 8), REAL) for last in (3, 4, 5, 6)] == [18, 15, 13, 13]
 say("the answers hold")

@@ -39,6 +39,7 @@ from .boxes import (
     palette,
 )
 from .message_time import awaited_messages, takes_messages
+from .schedule_file import splits_backward
 from .style import GREY, INK, PAPER, VERMILION, Picture
 from .timeline import time_unit
 
@@ -75,6 +76,22 @@ def bubble_text(bubble: Time) -> str:
     return percent
 
 
+def bubble_rate(timeline: Timeline) -> Time:
+    """Return idle / cost of the rank with the largest cost: arXiv 2401.10241, section 5.3.
+
+    A rank's cost is the time from the start of its first action to the end of its last.
+    """
+    rate: Time = 0
+    largest: Time = 0
+    for slots in filter(None, timeline.ranks):
+        cost = slots[-1].end - slots[0].start
+        if cost > largest:
+            busy = sum(slot.end - slot.start for slot in slots)
+            largest = cost
+            rate = Fraction(cost - busy) / cost
+    return rate
+
+
 def facts(timeline: Timeline) -> str:
     """State the bubble and the most activations that a rank holds.
 
@@ -82,9 +99,9 @@ def facts(timeline: Timeline) -> str:
     idle / total, both are stated.
     """
     bubble = f"bubble (idle / total) {bubble_text(timeline.bubble_fraction)}"
-    rate, fraction = float(timeline.bubble_rate), float(timeline.bubble_fraction)
-    if abs(rate - fraction) > 1e-9 and timeline.schedule.splits_backward:
-        inside = "none" if rate < 1e-9 else bubble_text(timeline.bubble_rate)
+    rate, fraction = float(bubble_rate(timeline)), float(timeline.bubble_fraction)
+    if abs(rate - fraction) > 1e-9 and splits_backward(timeline.schedule):
+        inside = "none" if rate < 1e-9 else bubble_text(bubble_rate(timeline))
         bubble += f", {inside} from a rank's first to its last action"
     peak, v = max(timeline.peak_activations, default=0), stages_per_rank(timeline)
     # With v stages per rank each holds 1/v of the rank's layers, and so of their activations.
@@ -366,7 +383,7 @@ def timeline_values(timeline: Timeline, durations: Durations) -> dict[str, Any]:
         "virtual_stages": stages_per_rank(timeline),
         "microbatches": timeline.schedule.microbatches,
         "bubble_fraction": float(timeline.bubble_fraction),
-        "bubble_rate": float(timeline.bubble_rate),
+        "bubble_rate": float(bubble_rate(timeline)),
         "makespan": float(timeline.makespan),
         "peak_activations": timeline.peak_activations,
         "times": {

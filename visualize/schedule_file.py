@@ -10,6 +10,11 @@ from minipar.parallel.pipeline.actions import Durations, Schedule, parse_action,
 _FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
+def splits_backward(schedule: Schedule) -> bool:
+    """Return whether a backward is computed in two parts, I and W."""
+    return any(action.kind == "W" for _, action in schedule)
+
+
 def save_csv(schedule: Schedule, path: str | Path) -> None:
     """Write PyTorch's format: a row for each rank, a cell for each time step.
 
@@ -27,7 +32,7 @@ def save_csv(schedule: Schedule, path: str | Path) -> None:
 def _cells(schedule: Schedule) -> list[list[str]]:
     """Return a row of cells for each rank, one cell for each time step."""
     # B is one cell too where no backward is split: F and B then take two units of time each.
-    unit = 1 if schedule.splits_backward else 2
+    unit = 1 if splits_backward(schedule) else 2
     rows = []
     for slots in simulate(schedule, Durations(unit, 1, 1)).ranks:
         row: list[str] = []

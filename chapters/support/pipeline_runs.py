@@ -74,6 +74,14 @@ class PipelineRuns:
         """Train with this schedule and compare with one device. With fewer `stages` there are more replicas."""
         stages = stages or self.stages
         trainer = trainer_for(self.comm, self.args_of(schedule, stages), self.tokens, kind)
+        alive = [0]  # after each action
+        after_action = trainer.after_action
+
+        def count(action: Any) -> None:
+            alive.append(sum(len(stage.alive) for stage in trainer.executor.stages.values()))
+            after_action(action)
+
+        trainer.after_action = count  # type: ignore[method-assign]
         self.comm.traffic.reset()
         results = list(trainer.train())
         sent = self.comm.traffic.bytes("send", "pp") / self.steps
@@ -87,7 +95,7 @@ class PipelineRuns:
         else:
             verdict = verify(trainer, results)  # other replicas: another order of sums
         messages = sent / (self.samples * self.length * self.hidden * ELEMENT)
-        return Run(verdict, [result.loss for result in results], messages, trainer.executor.peak_alive)
+        return Run(verdict, [result.loss for result in results], messages, max(alive))
 
     def _compare(self, trainer: Trainer, results: Any) -> Verdict:
         """Compare the whole run with the one device that has trained already. Every rank gets the verdict."""

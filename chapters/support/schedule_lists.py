@@ -9,6 +9,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from minipar.parallel.pipeline.actions import Schedule, parse_action
+from minipar.parallel.pipeline.check import lower
 from minipar.parallel.pipeline.schedules import make
 
 
@@ -81,6 +82,11 @@ def written(*lists):
     for actions in lists:
         parsed.append([parse_action(action) for action in actions.split()])
     return Schedule.of("by hand", parsed)
+
+
+def count_sends(schedule):
+    """The messages that each rank sends."""
+    return [sum(action.kind in ("SEND_F", "SEND_B") for action in actions) for actions in lower(schedule).ranks]
 
 
 def run_list(pipe, lists, weights, batch):

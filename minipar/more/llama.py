@@ -23,7 +23,7 @@ from minipar.nn.gpt import LanguageModel, SelfAttention, TransformerConfig
 from minipar.nn.layers import Embedding, Linear, RMSNorm
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
-from minipar.parallel.tensor.layers import ColumnLinear, RowLinear, VocabEmbedding
+from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
 from minipar.parallel.tensor.plan import Split
 
 
@@ -252,15 +252,33 @@ class Body(Module):
         self.norm = norm_of(model)
 
 
+class Inside(Border):
+    """The border of layers that do not cross it: their block enters or leaves for several of them.
+
+    They send nothing.
+    """
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x
+
+
+def inside_columns(layer: Linear, border: Border) -> ColumnLinear:
+    """Make a rank's columns of a layer whose block has entered for it."""
+    return ColumnLinear(layer, Inside(border.group))
+
+
 # Llama's plan of tensor parallelism. Its matrices are (out, in). Blocks enter for several layers together.
 PLAN = {
     "embed_tokens": Split(0, 1, VocabEmbedding),
-    "q_proj": Split(0, 1, ColumnLinear, crosses=False),
-    "k_proj": Split(0, 1, ColumnLinear, crosses=False),
-    "v_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "q_proj": Split(0, 1, inside_columns),
+    "k_proj": Split(0, 1, inside_columns),
+    "v_proj": Split(0, 1, inside_columns),
     "o_proj": Split(1, 1, RowLinear),
-    "gate_proj": Split(0, 1, ColumnLinear, crosses=False),
-    "up_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "gate_proj": Split(0, 1, inside_columns),
+    "up_proj": Split(0, 1, inside_columns),
     "down_proj": Split(1, 1, RowLinear),
     "lm_head": Split(0, 1, ColumnLinear),  # the model gives its weight to `project`
 }

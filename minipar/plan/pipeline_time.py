@@ -132,7 +132,7 @@ def simulate_exactly(
         for row in timeline.ranks
         for slot in row
     }
-    gradients = "W" if actions.splits_backward else "B"
+    gradients = "W" if any(action.kind == "W" for _, action in actions) else "B"
     return SimulatedPipeline(
         makespan=float(timeline.makespan),
         gradients_begin=tuple(begins[s, gradients] for s in range(actions.stages)),

@@ -25,7 +25,12 @@ from minipar.parallel.wrap import shard
 from minipar.parallel.wrapper import DataParallel
 
 Strategies = tuple[
-    DataParallel, ContextParallel, TensorParallel | None, PipelineParallel | None, PipelineExecutor
+    DataParallel,
+    ContextParallel,
+    TensorParallel | None,
+    PipelineParallel | None,
+    PipelineExecutor,
+    PipelineExecutor,
 ]
 
 
@@ -33,7 +38,7 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     """Apply context, tensor, expert, pipeline and data parallelism to a serial model, in place.
 
     Return the strategy of each axis; tensor and pipeline parallelism are None if their axis has one rank. The optimizer
-    takes the parameters of the first, and the last runs a step's schedule.
+    takes the parameters of the first. The last two run a step's schedule, and the forward of one held-out sample.
     """
     # Context parallelism: each rank of cp has a part of every sample's tokens. Attention also needs the keys and
     # values of the other parts, which the ranks send to one another.
@@ -85,6 +90,9 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     tokens = args.seq_len // mesh.cp.size
     if sequence:
         tokens //= mesh.tp.size
-    shape = (args.global_batch // (args.dp * args.microbatches), tokens, args.hidden)  # (B, T/c/t, h)
-    executor = PipelineExecutor(schedule, mesh.pp, stages, shape, np.dtype(args.dtype))
-    return ddp, context, tensor, pipeline, executor
+    samples = args.global_batch // (args.dp * args.microbatches)
+    shape = (tokens, args.hidden)  # (T/c/t, h) of each sample
+    dtype = np.dtype(args.dtype)
+    executor = PipelineExecutor(schedule, mesh.pp, stages, (samples, *shape), dtype)
+    evaluator = PipelineExecutor(schedule.forwards(1), mesh.pp, stages, (1, *shape), dtype)
+    return ddp, context, tensor, pipeline, executor, evaluator

@@ -63,7 +63,7 @@ class Trainer:
         self.model = make_model(args)
         self.sizes = {name: p.size for name, p in self.model.named_parameters()}  # the serial model's
         strategies = parallelize(self.model, mesh, args)
-        self.ddp, self.context, self.tensor, self.pipeline, self.executor = strategies
+        self.ddp, self.context, self.tensor, self.pipeline, self.executor, self.evaluator = strategies
         # `update_parameters` sets the learning rate of each step.
         self.optimizer = MixedPrecisionAdamW(
             self.ddp.parameters(), betas=args.betas, weight_decay=args.weight_decay
@@ -155,15 +155,12 @@ class Trainer:
         for m in range(args.microbatches):
             inputs, targets = self.batches.batch(step, self.samples(replica, m))
             batches.append((from_host(part(inputs)), from_host(part(targets))))  # (B, T/c) each
-        losses = [0.0] * args.microbatches
 
         def tokens(m: int) -> Array:
             return batches[m][0]
 
         def loss(m: int, logits: Tensor) -> Tensor:
-            value = self.model.criterion(logits, batches[m][1])
-            losses[m] = value.item()
-            return value
+            return self.model.criterion(logits, batches[m][1])
 
         @contextmanager
         def around(action: Any) -> Iterator[None]:
@@ -183,8 +180,7 @@ class Trainer:
                 yield
             self.after_action(action)
 
-        self.executor.run(tokens, loss, self.loss_factor, around)
-        return losses
+        return self.executor.run(tokens, loss, self.loss_factor, around)
 
     def after_action(self, action: Any) -> None:
         """Wait for the sums of a microbatch's gradients, with `--sync-every-microbatch`."""
@@ -240,6 +236,17 @@ class Trainer:
 
     # ---- the validation loss -----------------------------------------------------------------------------------------
 
+    def sample_loss(self, sample: np.ndarray) -> float:
+        """Return the loss of one sample, (1, T + 1), summed over its tokens; 0 before the last stage."""
+        inputs = from_host(self.context.part(sample[:, :-1]))
+        targets = from_host(self.context.part(sample[:, 1:]))
+
+        def loss(m: int, logits: Tensor) -> Tensor:
+            return self.model.criterion(logits, targets)
+
+        (found,) = self.evaluator.run(lambda m: inputs, loss, scale=1.0, around=nullcontext)
+        return found
+
     def validation_loss(self, held_out: np.ndarray) -> float:
         """Return the mean loss of held-out samples, (n, T + 1). All ranks call it.
 
@@ -254,11 +261,7 @@ class Trainer:
             # Every rank computes the same number of samples, because ZeRO stage 3 gathers parameters in each.
             for i in range(dp.rank, len(losses), dp.size):
                 sample = held_out[min(i, count - 1)][None]  # (1, T + 1)
-                inputs = self.context.part(sample[:, :-1])
-                targets = self.context.part(sample[:, 1:])
-                logits = self.executor.forward(from_host(inputs))
-                if logits is not None:
-                    losses[i] = self.model.criterion(logits, from_host(targets)).item()
+                losses[i] = self.sample_loss(sample)
         self.mesh.dp_cp.all_reduce(losses, algorithm="ordered")
         self.mesh.pp.all_reduce(losses, algorithm="ordered")
         return sum(losses[:count]) / (count * self.args.seq_len)

@@ -46,10 +46,10 @@ def one_device(layers, m, recompute=False, dropout=0.1):
 
 
 class Run:
-    """What one rank of `execute` leaves behind."""
+    """What one rank of `execute` leaves behind; `peak_alive` is the most activations that it has held."""
 
-    def __init__(self, comm, model, stages, executor):
-        self.comm, self.model, self.stages, self.executor = comm, model, stages, executor
+    def __init__(self, comm, model, stages, peak_alive):
+        self.comm, self.model, self.stages, self.peak_alive = comm, model, stages, peak_alive
         self.gradients = gradients(model)
 
 
@@ -62,12 +62,15 @@ def execute_rank(comm, schedule, layers, counts=None, recompute=False, dropout=0
     stages = {s: PipelineStage(runs[s]) for s, rank in schedule.home.items() if rank == comm.rank}
     executor = PipelineExecutor(schedule, comm, stages, (B, T, H), np.dtype("float64"))
 
+    alive = []
+
     @contextmanager
     def around(action):
         if watch is not None:
             watch(executor, action)
         with keys(action.microbatch):
             yield
+        alive.append(sum(len(stage.alive) for stage in stages.values()))
 
     executor.run(
         tokens=lambda i: TEXT[i, :, :T].copy(),
@@ -75,7 +78,7 @@ def execute_rank(comm, schedule, layers, counts=None, recompute=False, dropout=0
         scale=float(SCALE),
         around=around,
     )
-    return Run(comm, model, stages, executor)
+    return Run(comm, model, stages, max(alive))
 
 
 def execute(schedule, layers, **options):

@@ -36,7 +36,7 @@ def bound(steps, dtype="float64"):
 
 def split_along(weight, group, dim):
     """Leave this rank its part of a parameter."""
-    shard_parameter(weight, group.shard(dim, weight.shape[dim]))
+    shard_parameter(weight, Shard(group.rank, group.size, dim, weight.shape[dim]))
 
 
 def model_of(tp, dropout=0.0, recompute=False, layers=LAYERS, dtype="float64"):

@@ -116,7 +116,7 @@ SPLITS = {  # the number of ranks, the script, the error, and what it shows
     "its groups": (2, "mp.ColumnParallelLinear(4, 9, world, name='up', groups=3)", UsageError, "up", "9/6"),
     "a row layer": (2, "mp.RowParallelLinear(9, 4, world, name='down')", UsageError, "down", "9/2"),
     "heads and tp": (2, "mp.tensor_parallel(gpt(n_head=3), world)", UsageError, "3/2"),
-    "fewer heads than tp": (8, "mp.tensor_parallel(llama(), world)", UsageError, "4/8"),
+    "fewer heads than tp": (8, "mp.tensor_parallel(llama(), world)", UsageError, "2/8"),
     "experts and ep": (2, f"{EP} mp.expert_parallel(mixtral(experts=3), mesh.ep, mesh.edp)", UsageError, "3/2"),
     "no experts": (2, f"{EP} mp.expert_parallel(gpt(), mesh.ep, mesh.edp)", UsageError, "GPT", "mp.Mixtral"),
     "experts that nobody sums": (
@@ -187,16 +187,9 @@ PP = "mesh = DeviceMesh(world, pp=2);"
 ON_8 = "mesh = DeviceMesh(world, dp=2, tp=2, pp=2); model = pipeline(mesh);"
 PIPELINES = {
     "stages and ranks": (2, f"{PP} pipeline(mesh, 'abc')", UsageError, "1f1b", "3/2"),
-    "samples and microbatches": (
-        2, f"{PP} pipeline(mesh, microbatches=3)(np.zeros((2, 4)), np.zeros((2, 4)))", UsageError, "2", "3"),
-    "one name on two ranks": (2, f"{PP} pipeline(mesh, 'aa')", UsageError, "aup.weight", "0", "1"),
     "one name on one rank": (1, "pipeline(DeviceMesh(world), 'aa')", UsageError, "aup.weight"),
-    "one name on two of three": (3, "pipeline(DeviceMesh(world, pp=3), 'aba')", UsageError, "aup.weight", "0", "2"),
     "backward again": (2, f"{PP} pipeline(mesh)(X, Y).backward()", ValueError, "PipelineModule"),
     "a pipeline split": (2, f"{PP} mp.tensor_parallel(pipeline(mesh), mesh.dp)", UsageError, "tensor_parallel"),
-    "a foreign state": (
-        2, f"{PP} pipeline(mesh).load_state_dict({{'stage0.up.weight': np.ones(3), 'stage2.x': np.ones(1)}})",
-        UsageError, "stage0.up.bias", "stage0.up.weight", "stage2.x"),
     "x cut by tp": (8, f"{ON_8} model(X[mesh.tp.rank :: 2], Y[:4])", ValueError, "x", "mesh.dp"),
     "y cut by tp": (8, f"{ON_8} model(X[:4], Y[mesh.tp.rank :: 2])", ValueError, "y", "mesh.dp"),
     "x cut by pp": (8, f"{ON_8} model(X[mesh.pp.rank :: 2], Y[:4])", ValueError, "x", "mesh.dp"),

@@ -55,7 +55,7 @@ ROWS = [
     ("the causal mask is on a block's first columns", "minipar/autograd/attention.py",
      "scores[..., -rows:] += mask", "scores[..., :rows] += mask", "autograd/test_attention.py"),
     ("the bubble is idle / busy", "minipar/parallel/pipeline/actions.py",
-     "Fraction(idle, total)", "Fraction(idle, total - idle)", "parallel/pipeline/test_schedules.py"),
+     "Fraction(idle) / total", "Fraction(idle) / (total - idle)", "parallel/pipeline/test_schedules.py"),
     ("the norm counts whole parameters on each rank of tp", "minipar/parallel/grad_norm.py",
      "return sums[:, WHOLE] + split", "return (1 if tp is None else tp.size) * sums[:, WHOLE] + split",
      "parallel/test_grad_norm.py"),

@@ -6,12 +6,13 @@ from typing import Any
 
 from matplotlib.patches import Rectangle
 
+from chapters.support.ch08.exchange import ExchangeDurations
 from chapters.support.draw import RANKS, box, finish, note
+from chapters.support.schedule_lists import count_sends
 from chapters.support.schedule_paths import Named
 from chapters.support.show import in_notebook
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Durations, Time, simulate
-from minipar.parallel.pipeline.check import check, peak_live
+from minipar.parallel.pipeline.actions import Durations, Time, peak_live, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize.schedule import NAMES, gallery, plot_schedule
 from visualize.style import COLOURS, INK, Picture, picture
@@ -70,7 +71,7 @@ def plot_overlap(p: int, m: int, steps: int = 12) -> Picture:
     axes = figure.subplots()
     parts = [Fraction(i, steps) for i in range(steps + 1)]
     for name, colour in (("zbv", COLOURS["B"]), ("dualpipev", COLOURS["F"])):
-        lines = [simulate(make(name, p, m), Durations(1 + x, 1 + x, 1, exchange=x)) for x in parts]
+        lines = [simulate(make(name, p, m), ExchangeDurations(1 + x, 1 + x, 1, exchange=x)) for x in parts]
         times = [float(line.makespan / (6 * m)) for line in lines]
         axes.plot([float(100 * x / (1 + x)) for x in parts], times, color=colour, label=NAMES[name])
     axes.set_xlabel(f"share of all-to-alls in F, % (p = {p}, m = {m})", color=INK)
@@ -105,14 +106,12 @@ def schedule_table(p: int, m: int) -> str:
     ]
     others = gallery(p, m, Durations(4, 5, 3))
     for name, timeline in gallery(p, m).items():
-        report, v = check(timeline.schedule), timeline.schedule.stages // p
+        sends, v = sum(count_sends(timeline.schedule)), timeline.schedule.stages // p
         bubble, other = Fraction(timeline.bubble_fraction), others[name].bubble_fraction
-        until_input = range_text([peak / v for peak in report.peak_activations])
+        until_input = range_text([peak / v for peak in timeline.peak_activations])
         until_weight = range_text([peak_live(actions, freed_by=("B", "W")) / v for actions in timeline.schedule.ranks])
         row = f"{name:<18} {bubble!s:>5} = {float(bubble):.3f}   {float(bubble / (1 - bubble)):.3f}"
-        rows.append(
-            f"{row} {until_input:>12} {until_weight:>11} {other!s:>11} = {float(other):.3f} {sum(report.sends):>9}"
-        )
+        rows.append(f"{row} {until_input:>12} {until_weight:>11} {other!s:>11} = {float(other):.3f} {sends:>9}")
     return "\n".join(rows)
 
 

@@ -23,9 +23,20 @@ from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, from_host, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.more.llama import PLAN as LLAMA_PLAN
-from minipar.more.llama import Attention, Llama, LlamaConfig, identity, norm_of, projection, swiglu
+from minipar.more.llama import (
+    Attention,
+    Inside,
+    Llama,
+    LlamaConfig,
+    identity,
+    inside_columns,
+    norm_of,
+    projection,
+    swiglu,
+)  # fmt: skip
+from minipar.nn.layers import Linear
 from minipar.nn.module import Module
-from minipar.parallel.tensor.layers import ColumnLinear, RowLinear
+from minipar.parallel.tensor.layers import Border, RowLinear
 from minipar.parallel.tensor.plan import Split
 
 
@@ -243,14 +254,19 @@ class MixtralBlock(Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def inside_rows(layer: Linear, border: Border) -> RowLinear:
+    """Make a rank's rows of a layer whose block leaves for it."""
+    return RowLinear(layer, Inside(border.group))
+
+
 # The router, `gate`, is whole on every rank, but its gradient comes from this rank's part of the experts' results, or
 # from its own tokens. The experts themselves do not leave: the results of a token's k experts are added up on each rank
 # first, and then the ranks' results are summed, by MoE's `leave`.
 PLAN = LLAMA_PLAN | {
     "gate": Split(None, 1, None, adds_terms=True),
-    "w1": Split(0, 1, ColumnLinear, crosses=False),
-    "w3": Split(0, 1, ColumnLinear, crosses=False),
-    "w2": Split(1, 1, RowLinear, crosses=False),
+    "w1": Split(0, 1, inside_columns),
+    "w3": Split(0, 1, inside_columns),
+    "w2": Split(1, 1, inside_rows),
 }
 
 

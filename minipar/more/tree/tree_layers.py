@@ -5,7 +5,7 @@ itself, also where a model's plan lets a block cross for several of them: their 
 input then add up after the sums over the ranks, as on one device. A Llama's layer therefore sums
 seven times where plain tensor parallelism sums four times.
 
-Seams of the core: a plan, with the sums of a `group`; the model's function `project`; `ALGORITHMS`.
+Seams of the core: a plan; the model's functions `project` and `criterion`; `ALGORITHMS`.
 """
 
 from dataclasses import replace
@@ -16,12 +16,14 @@ from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides
+from minipar.more.llama import identity, inside_columns
 from minipar.more.tree import tree_sums as tree
 from minipar.nn.gpt import LanguageModel
 from minipar.nn.layers import LayerNorm, Linear, RMSNorm, as_tensor
 from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import Plan, TensorParallel, plan_of, tensor_parallel
+from minipar.parallel.tensor.vocabulary import vocab_parallel_cross_entropy_sum
 
 
 class TreeGroup(TensorGroup):
@@ -90,13 +92,13 @@ def tree_plan(plan: Plan, leaves: int) -> Plan:
     found = {}
     for name, split in plan.items():
         layer = split.layer
-        if layer is ColumnLinear:
+        if layer in (ColumnLinear, inside_columns):
             layer = partial(TreeColumnLinear, leaves=leaves, groups=split.groups)
         elif layer is RowLinear:
             layer = partial(TreeRowLinear, leaves=leaves)
         elif layer is VocabEmbedding:
             layer = TreeVocabEmbedding
-        found[name] = replace(split, layer=layer, crosses=True)
+        found[name] = replace(split, layer=layer)
     return found
 
 
@@ -117,12 +119,16 @@ def tree_parallel(
         raise UsageError(f"{count} leaves are no power of two: a balanced tree needs one")
     check_divides("leaves/tp", count, comm.size, "each rank has as many leaves")
     leaves = count // comm.size
-    group = TreeGroup(comm, leaves)
     plan = tree_plan(plan_of(model), leaves)
-    tensor = tensor_parallel(model, comm, sequence=sequence, plan=plan, group=group)
+    tensor = tensor_parallel(model, comm, "tree", sequence, plan=plan)
+    group = TreeGroup(comm, leaves)
     border = Border(group, sequence)
+    size = model.config.vocab_size
     model.project = partial(head, border=border, leaves=leaves)
+    model.criterion = partial(vocab_parallel_cross_entropy_sum, group=group, vocab_size=size)
     for _, module in model.named_modules():
+        if hasattr(module, "enter"):
+            module.enter = identity  # each of its layers enters by itself
         if isinstance(module, LayerNorm | RMSNorm):
             forward = partial(tree.norm, module, token_leaves(border, leaves))
             module.forward = forward  # type: ignore[method-assign]

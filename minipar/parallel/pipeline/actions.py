@@ -26,7 +26,14 @@ from minipar.errors import UsageError
 
 Time = int | float | Fraction
 COMPUTE = ("F", "B", "I", "W")
-MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+# The other end of each message: how many stages further it is, and its kind.
+OTHER_END = {
+    "SEND_F": (1, "RECV_F"),
+    "RECV_F": (-1, "SEND_F"),
+    "SEND_B": (-1, "RECV_B"),
+    "RECV_B": (1, "SEND_B"),
+}
+MESSAGES = tuple(OTHER_END)
 PAIR = "OVERLAP_F_B"
 _ACTION = re.compile(r"(\d{1,9})([A-Z_]+)(\d{1,9})")
 _PAIR = re.compile(rf"\((\d+F\d+);(\d+B\d+)\){PAIR}")
@@ -63,13 +70,8 @@ class Action:
     @property
     def other_end(self) -> "Action":
         """The RECV of a SEND, or the SEND of a RECV: the same message on the neighbouring stage."""
-        stage, kind = {
-            "SEND_F": (self.stage + 1, "RECV_F"),
-            "RECV_F": (self.stage - 1, "SEND_F"),
-            "SEND_B": (self.stage - 1, "RECV_B"),
-            "RECV_B": (self.stage + 1, "SEND_B"),
-        }[self.kind]
-        return Action(stage, kind, self.microbatch)
+        further, kind = OTHER_END[self.kind]
+        return Action(self.stage + further, kind, self.microbatch)
 
 
 def paired(forward: Action, backward: Action) -> Action:
@@ -127,11 +129,6 @@ class Schedule:
     def microbatches(self) -> int:
         return 1 + max(action.microbatch for _, action in self)
 
-    @property
-    def splits_backward(self) -> bool:
-        """True if a backward is computed in two parts, I and W."""
-        return any(action.kind == "W" for _, action in self)
-
     def needs(self, action: Action) -> list[Action]:
         """Return the computations whose results this one uses, of its own or a neighbouring stage."""
         if action.pair:
@@ -148,6 +145,13 @@ class Schedule:
             kind = self._backward_kinds.get((stage + 1, m), "B")
             needs.append(Action(stage + 1, kind, m))
         return needs
+
+    def forwards(self, microbatches: int) -> "Schedule":
+        """Return the forwards of the first microbatches alone, for an evaluation."""
+        lists = []
+        for actions in self.unpaired().ranks:
+            lists.append([a for a in actions if a.kind == "F" and a.microbatch < microbatches])
+        return Schedule.of(self.name, lists)
 
     def unpaired(self) -> "Schedule":
         """Return the schedule with each pair's F and B one after the other, as one core runs them."""
@@ -168,10 +172,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Durations:
-    """The time of each action of a stage. B takes I + W.
+    """The time of each action of a stage. B takes I + W, and a pair F + B.
 
-    If stages differ, `table` has the times by (stage, kind) instead. `exchange` is the part of each
-    F and I in which the stage communicates (all-to-alls of experts). A pair hides it.
+    If stages differ, `table` has the times by (stage, kind) instead.
     """
 
     forward: Time = 1
@@ -179,19 +182,11 @@ class Durations:
     backward_weight: Time = 1
     comm: Time = 0
     table: Mapping[tuple[int, str], Time] | None = None
-    exchange: Time = 0
-
-    def __post_init__(self) -> None:
-        computing = (self.forward, self.backward_input, self.backward_weight)
-        for value in (*computing, self.comm, self.exchange):
-            if not value >= 0:
-                raise UsageError(f"a duration of {value}: an action takes 0 or more")
 
     def of(self, action: Action) -> Time:
         if action.pair:
-            forward, backward = (self.of(half) for half in action.pair)
-            computing = forward + backward - 2 * self.exchange
-            return max(computing, 2 * self.exchange, forward, backward)
+            forward, backward = action.pair
+            return self.of(forward) + self.of(backward)
         if self.table is not None:
             return self.table[action.stage, action.kind]
         if action.kind == "F":
@@ -227,54 +222,18 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> Time:
-        """Idle / total, over all ranks from the first action to the last."""
-        return _idle(self.ranks, self.makespan * len(self.ranks))
+        """Idle / total, over all ranks from the first action to the last; 0 if nothing takes time.
 
-    @property
-    def bubble_rate(self) -> Time:
-        """Idle / cost of the rank with the largest cost: arXiv 2401.10241, section 5.3.
-
-        A rank's cost is the time from the start of its first action to the end of its last.
+        It is a Fraction if the times are no floats.
         """
-        longest = max(self.ranks, key=_cost)
-        return _idle([longest], _cost(longest))
+        total = self.makespan * len(self.ranks)
+        idle = total - sum(slot.end - slot.start for slots in self.ranks for slot in slots)
+        return Fraction(idle) / total if total else 0
 
     @property
     def peak_activations(self) -> list[int]:
         """The most forwards (of one stage) without their backward, for each rank."""
         return [peak_live(actions) for actions in self.schedule.ranks]
-
-    def events(self) -> list[tuple[Time, str, int, Action]]:
-        """Return (time, "end" or "start", rank, action), sorted.
-
-        What ends at a time comes before what starts then, as "end" comes before "start".
-        """
-        events = []
-        for rank, row in enumerate(self.ranks):
-            for slot in row:
-                events.append((slot.start, "start", rank, slot.action))
-                events.append((slot.end, "end", rank, slot.action))
-        return sorted(events)
-
-
-def _cost(slots: Sequence[Slot]) -> Time:
-    """Return the time from a rank's first start to its last end."""
-    if not slots:
-        return 0
-    return slots[-1].end - slots[0].start
-
-
-def _idle(ranks: Sequence[Sequence[Slot]], total: Time) -> Time:
-    """Return the part of the time `total` in which these ranks do nothing.
-
-    It is a Fraction if the times are no floats, and 0 if nothing takes time.
-    """
-    idle = total - sum(slot.end - slot.start for slots in ranks for slot in slots)
-    if total == 0:
-        return 0
-    if isinstance(idle, float) or isinstance(total, float):
-        return idle / total
-    return Fraction(idle, total)
 
 
 def simulate(schedule: Schedule, durations: Durations = Durations()) -> Timeline:

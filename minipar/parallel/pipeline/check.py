@@ -6,10 +6,9 @@ block: both ranks of the earliest message that is not sent yet come to it.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule, peak_live, simulate
+from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule, simulate
 
 
 def message_of(schedule: Schedule, result: Action) -> tuple[Action, Action] | None:
@@ -36,8 +35,13 @@ def lower(schedule: Schedule) -> Schedule:
     """
     if any(not action.computes for _, action in schedule):
         return schedule
+    events = []
+    for rank, row in enumerate(simulate(schedule).ranks):
+        for slot in row:
+            events.append((slot.start, "start", rank, slot.action))
+            events.append((slot.end, "end", rank, slot.action))
     lists: list[list[Action]] = [[] for _ in schedule.ranks]
-    for _, event, rank, action in simulate(schedule).events():
+    for _, event, rank, action in sorted(events):  # what ends comes before what starts at that time
         if event == "start":
             lists[rank].append(action)
             continue
@@ -50,30 +54,14 @@ def lower(schedule: Schedule) -> Schedule:
     return Schedule.of(schedule.name, lists)
 
 
-@dataclass(frozen=True)
-class Report:
-    """The most that each rank of a correct schedule holds, and what it sends."""
-
-    peak_activations: list[int]  # the most forwards, of one stage each, without their backward
-    peak_weight_gradients: list[int]  # the most I without their W
-    sends: list[int]
-
-
-def check(schedule: Schedule) -> Report:
-    """Return what the schedule holds and sends. UsageError names the first wrong action and its rank.
+def check(schedule: Schedule) -> None:
+    """Check that the schedule can run. UsageError names the first wrong action and its rank.
 
     Lists that pass do not deadlock if a message is received by its tag, as over MPI.
     """
     _check_complete(schedule)
     _check_order(schedule)
     simulate(schedule)  # refuses ranks that wait for one another
-    report = Report(peak_activations=[], peak_weight_gradients=[], sends=[])
-    for actions in lower(schedule).ranks:
-        sends = [action for action in actions if action.kind in ("SEND_F", "SEND_B")]
-        report.sends.append(len(sends))
-        report.peak_activations.append(peak_live(actions))
-        report.peak_weight_gradients.append(peak_live(actions, made_by=("I",), freed_by=("W",)))
-    return report
 
 
 def _error(schedule: Schedule, rank: int, action: Action, problem: str) -> UsageError:

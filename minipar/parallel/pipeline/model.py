@@ -1,7 +1,9 @@
 """A language model on a pipeline: its segments cut into stages by cost, and a tied token embedding on two of them."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import islice
+from operator import itemgetter
 
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
@@ -28,33 +30,26 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     load = [*costs[1:-1]]
     load[0] += costs[0]
     load[-1] += costs[-1]
-    # best[n] is the best cut of the first n blocks into the stages so far: the largest stage's load,
-    # and the blocks of each stage.
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for _ in range(stages):
-        longer: dict[int, tuple[float, list[int]]] = {}
-        for n in range(1, blocks + 1):
-            for k, (largest, counts) in best.items():
-                if k >= n:
-                    break
-                cost = max(largest, sum(load[k:n]))
-                if n not in longer or cost < longer[n][0]:
-                    longer[n] = (cost, [*counts, n - k])
-        best = longer
-    counts = best[blocks][1]
+
+    @cache
+    def best(n: int, stages: int) -> tuple[float, list[int]]:
+        """Cut the first n blocks; return the largest stage's load, and the blocks of each stage."""
+        if stages == 1:
+            return sum(load[:n]), [n]
+        cuts = []
+        for k in range(stages - 1, n):  # the blocks before the last stage
+            largest, counts = best(k, stages - 1)
+            cuts.append((max(largest, sum(load[k:n])), [*counts, n - k]))
+        return min(cuts, key=itemgetter(0))
+
+    _, counts = best(blocks, stages)
     counts[0] += 1
     counts[-1] += 1
     return counts
 
 
 def cut(model: LanguageModel, counts: Sequence[int]) -> list[list[Segment]]:
-    """Cut the model's segments into stages of these lengths.
-
-    UsageError if they do not add up to the model.
-    """
-    if sum(counts) != len(model.segments) or min(counts) < 1:
-        whole = f"the model's {len(model.segments)} segments"
-        raise UsageError(f"stages of {list(counts)} segments do not cut {whole}")
+    """Cut the model's segments into stages of these lengths, which add up to the model."""
     segments = iter(model.segments)
     return [list(islice(segments, count)) for count in counts]
 
@@ -87,9 +82,6 @@ class PipelineParallel:
     """
 
     def __init__(self, model: LanguageModel, comm: Communicator, schedule: Schedule, length: int) -> None:
-        if len(schedule.ranks) != comm.size:
-            ranks = f"{len(schedule.ranks)} ranks"
-            raise UsageError(f"schedule {schedule.name} is for {ranks}, but pp = {comm.size}")
         self.model = model
         self.comm = comm
         counts = balanced_cuts(model.config.segment_flops(length), schedule.stages)
@@ -100,7 +92,6 @@ class PipelineParallel:
             if schedule.home[s] == comm.rank:
                 self.stages[s] = PipelineStage(segments)
         self.first = homes[0]
-        self.last = homes[-1]
         attach_placements(model)
         self.groups: list[list[Parameter]] = []
         for i, group in enumerate(segment_groups(model)):
@@ -108,8 +99,8 @@ class PipelineParallel:
                 update(p, pp=homes[i], unit=i, units=len(model.segments))
             if homes[i] == comm.rank:
                 self.groups.append(group)
-        is_lent = model.head_weight is not None and self.first != self.last
-        self.borrower = self.last if is_lent else None
+        is_lent = model.head_weight is not None and homes[0] != homes[-1]
+        self.borrower = homes[-1] if is_lent else None
         lent = None
         if comm.rank == self.borrower:
             lent = model.token_embedding

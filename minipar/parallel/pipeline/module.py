@@ -1,9 +1,7 @@
 """A pipeline of stages that the user wrote, on the axes of a mesh."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TypeAlias
 
 import numpy as np
 
@@ -15,7 +13,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Owner, Parameter
-from minipar.parallel.agreement import check_alike
+from minipar.parallel.agreement import check_same_batch
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
 from minipar.parallel.placement import Replicate, Shard, attach_placements, placement_of, update
@@ -23,17 +21,15 @@ from minipar.parallel.state import gather_state, local_part
 
 HEADER = 8  # int64 values ahead of each activation: dtype, number of dims, dims
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-Stage: TypeAlias = Module | Callable[[DeviceMesh], Module]
 
 
 class PipelineModule(Module, Owner):
     """The user's stages over mesh.pp; `model(x, y)` runs forward and backward of all microbatches.
 
-    `stages` are Modules, or callables (such as classes) that make one from the mesh, on the ranks
-    that hold it. A stage's `forward` takes the result of the previous stage. The last stage defines
+    `stages` are callables, such as classes, that make a Module from the mesh, on the ranks that hold
+    it. A stage's `forward` takes the result of the previous stage. The last stage defines
     `loss_sum(x, y)` instead. If there are more stages than the schedule has, consecutive stages
-    share a rank. UsageError if they do not divide evenly, and for a batch of fewer samples than
-    microbatches.
+    share a rank. UsageError if they do not divide evenly.
 
     Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, which is cut
     into microbatches along dim 0. The call returns the mean loss over the targets of all replicas,
@@ -41,12 +37,16 @@ class PipelineModule(Module, Owner):
     parameters; under `no_grad` it runs forward alone. ZeroOptimizer sums the shares over mesh.dp.
 
     Sends each activation, and its gradient back, once per microbatch and cut. A header of 64 bytes
-    before each activation holds its shape. Three float64 values are all-reduced per step over dp,
-    and one over pp.
+    before each activation holds its shape. Two float64 values are all-reduced per step over dp, and
+    one over pp.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], mesh: DeviceMesh, num_microbatches: int, schedule: str = "1f1b"
+        self,
+        stages: Sequence[Callable[[DeviceMesh], Module]],
+        mesh: DeviceMesh,
+        num_microbatches: int,
+        schedule: str = "1f1b",
     ) -> None:
         pp = mesh.pp
         virtual = max(1, len(stages) // pp.size) if schedule == "interleaved-1f1b" else None
@@ -57,32 +57,28 @@ class PipelineModule(Module, Owner):
         self.mesh = mesh
         self.num_microbatches = num_microbatches
         self.count = len(stages)
-        segments: dict[int, Segment] = {}  # this rank's of the user's stages, by number
-        segment_lists: dict[int, list[Segment]] = {}  # the same by stage of the schedule
-        for s, rank in order.home.items():
-            if rank == pp.rank:
-                segment_lists[s] = []
-                for i in range(s * per_stage, (s + 1) * per_stage):
-                    segments[i] = self._segment(stages[i], i)
-                    segment_lists[s].append(segments[i])
+        segment_lists: dict[int, list[Segment]] = {}  # this rank's, by stage of the schedule
+        for i, stage in enumerate(stages):
+            s = i // per_stage
+            if order.home[s] == pp.rank:
+                module = stage(mesh)
+                self.set_submodule(f"stage{i}", module)  # its parameters are named stage{i}.NAME
+                segment = Segment(str(i), module, module.parameters())
+                segment_lists.setdefault(s, []).append(segment)
         attach_placements(self)
-        check_names_over(pp, self.parameters())
-        for i, segment in segments.items():
-            for p in segment.parameters:
-                update(p, pp=pp.rank, unit=i, units=len(stages))
-                if not isinstance(placement_of(p).tp, Shard):
-                    update(p, tp=Replicate(mesh.tp.rank, mesh.tp.size))
-                p.owners.append(self)
+        for segments in segment_lists.values():
+            for segment in segments:
+                for p in segment.parameters:
+                    update(p, pp=pp.rank, unit=int(segment.name), units=len(stages))
+                    if not isinstance(placement_of(p).tp, Shard):
+                        update(p, tp=Replicate(mesh.tp.rank, mesh.tp.size))
+                    p.owners.append(self)
         self._batch_checked = False
         if self.loss_module is not None:
             segment_lists[order.stages - 1].pop()  # its loss_sum is called instead of its forward
         held = {s: PipelineStage(own) for s, own in segment_lists.items()}
-        self.executor = _HeadedExecutor(order, pp, held, shape=(), dtype=None)
-
-    def _segment(self, stage: Stage, i: int) -> Segment:
-        module = stage if isinstance(stage, Module) else stage(self.mesh)
-        self.set_submodule(f"stage{i}", module)  # its parameters are named stage{i}.NAME
-        return Segment(str(i), module, module.parameters())
+        self.executor = _HeadedExecutor(order, pp, held)
+        self.evaluator = _HeadedExecutor(order.forwards(num_microbatches), pp, held)
 
     def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError for a plain optimizer: the replicas would drift apart."""
@@ -111,40 +107,24 @@ class PipelineModule(Module, Owner):
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Copy this rank's part of a whole `state`, in any layout, into its parameters.
 
-        Every rank gives all of it. UsageError, on every rank, with all differences of names and
-        shapes that one rank sees; then nothing changes. All ranks call it.
+        ValueError for a parameter of another shape, and KeyError for one that is missing.
         """
-        self.mesh.world.agree("; ".join(self._differences(state)))
         for p in self.parameters():
             placement = placement_of(p)
-            whole = from_host(np.ascontiguousarray(state[placement.name], dtype=p.dtype))
+            array = state[placement.name]
+            if array.shape != placement.shape:
+                shapes = f"shape {array.shape}, expected {placement.shape}"
+                raise ValueError(f"{placement.name} has {shapes}")
+            whole = from_host(np.ascontiguousarray(array, dtype=p.dtype))
             p.data[...] = local_part(placement.tp, whole, range(p.size)).reshape(p.shape)
-
-    def _differences(self, state: Mapping[str, np.ndarray]) -> list[str]:
-        """Return what is missing, unexpected or of another shape in this rank's stages."""
-        shapes = {placement_of(p).name: placement_of(p).shape for p in self.parameters()}
-        own = {name.partition(".")[0] for name in shapes}
-        others = {f"stage{i}" for i in range(self.count)} - own
-        problems = [f"missing {name}" for name in shapes if name not in state]
-        for name, array in state.items():
-            if name in shapes and tuple(array.shape) != shapes[name]:
-                problems.append(f"{name} has shape {tuple(array.shape)}, expected {shapes[name]}")
-            elif name not in shapes and name.partition(".")[0] not in others:
-                problems.append(f"unexpected {name}")
-        return problems
 
     def _check_batch(self, x: Array, y: Array) -> None:
         """Raise UsageError, in the first call, if a replica's ranks were given different batches."""
-        if not self._batch_checked:
-            for comm in (self.mesh.tp, self.mesh.pp):
-                replica = f"the ranks of {comm.axis} compute one replica together"
-                check_alike(
-                    comm,
-                    [("x", np.asarray(x)), ("y", np.asarray(y))],
-                    f"{replica}, but were given different batches",
-                    "cut the global batch by mesh.dp.rank alone",
-                )
-            self._batch_checked = True
+        if self._batch_checked:
+            return
+        self._batch_checked = True
+        for comm in (self.mesh.tp, self.mesh.pp):
+            check_same_batch(comm, x=x, y=y)
 
     @property
     def loss_module(self) -> Module | None:
@@ -155,57 +135,29 @@ class PipelineModule(Module, Owner):
         m = self.num_microbatches
         dp = self.mesh.dp
         self._check_batch(x, y)
-        if len(x) < m:
-            raise UsageError(f"{len(x)} samples are fewer than {m} microbatches")
         inputs = np.array_split(x, m)
         targets = np.array_split(y, m)
-        totals = np.zeros(2)  # summed loss, count of targets
         scale = 0.0
         last_stage = self.loss_module
         if last_stage is not None:
-            totals[1] = last_stage.target_count(y)
-            dp.all_reduce(totals, algorithm="ordered")
-            scale = 1 / max(1.0, totals[1])
+            count = np.array([float(last_stage.target_count(y))])
+            dp.all_reduce(count, algorithm="ordered")
+            scale = 1 / max(1.0, count[0])
 
         def loss(i: int, stage_input: Array | Tensor) -> Tensor:
             assert last_stage is not None
-            value = last_stage.loss_sum(stage_input, from_host(targets[i]))
-            totals[0] += value.item()
-            return value
+            return last_stage.loss_sum(stage_input, from_host(targets[i]))
 
         def microbatch(i: int) -> Array:
             return from_host(inputs[i])
 
-        if grad_enabled.get():
-            self.executor.run(microbatch, loss, scale, around=nullcontext)
-        else:
-            self.executor.run_forward(microbatch, loss)
-        mean = np.zeros(1)
+        executor = self.executor if grad_enabled.get() else self.evaluator
+        losses = executor.run(microbatch, loss, scale, around=nullcontext)
+        loss_sum = np.array([sum(losses)])
         if last_stage is not None:
-            loss_sum = dp.all_reduce(totals[:1].copy(), algorithm="ordered")
-            mean[0] = float(loss_sum[0]) * scale
-        return Tensor(self.mesh.pp.all_reduce(mean, algorithm="ordered")[0])
-
-
-def check_names_over(comm: Communicator, parameters: Sequence[Parameter]) -> None:
-    """Raise UsageError, on every rank, if parameters on two ranks of a pipeline are drawn by one name.
-
-    Sends the names as control data.
-    """
-    if comm.size == 1:
-        return
-    own = [p.drawn_by for p in parameters if p.drawn_by is not None]
-    first: dict[tuple[int, str], int] = {}
-    for rank, text in enumerate(comm.all_gather_bytes(json.dumps(own).encode())):
-        for seed, name in json.loads(text):
-            other = first.setdefault((seed, name), rank)
-            if other != rank:
-                where = f"on the pipeline's ranks {other} and {rank}"
-                remedy = "give each layer a name of its own"
-                raise UsageError(
-                    f'two parameters {where} are drawn by the name "{name}" and seed {seed}, '
-                    f"and so start from the same values: {remedy}"
-                )
+            dp.all_reduce(loss_sum, algorithm="ordered")
+        mean = self.mesh.pp.all_reduce(loss_sum * scale, algorithm="ordered")
+        return Tensor(mean[0])
 
 
 class _HeadedExecutor(PipelineExecutor):
@@ -215,9 +167,7 @@ class _HeadedExecutor(PipelineExecutor):
         _, direction, _ = key
         if direction == "F":
             header = np.zeros(HEADER, np.int64)
-            header[0] = DTYPES.index(str(array.dtype))
-            header[1] = array.ndim
-            header[2 : 2 + array.ndim] = array.shape
+            header[: 2 + array.ndim] = [DTYPES.index(str(array.dtype)), array.ndim, *array.shape]
             self._sent.append(self.comm.isend(header, peer, tag))
         super()._send(key, array, peer, tag)
 

@@ -354,22 +354,12 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
-    """Return the named schedule, with v stages per rank (interleaved-1f1b: 2 if None).
+    """Return the named schedule. UsageError if there is none.
 
-    UsageError if there is none.
+    v counts for interleaved-1f1b alone, the stages per rank (2 if None).
     """
-    if name in ("pipedream", "pipedream-2bw"):
-        why = "it never drains and updates with older weights, so it is no step of synchronous training"
-        remedy = "chapters/support/ch08/pipedream.py runs it (chapter 8)"
-        raise UsageError(f"schedule {name} is asynchronous: {why}; {remedy}")
     if name not in SCHEDULES:
         raise UsageError(f"schedule {name}: choose from {', '.join(SCHEDULES)}")
-    if p < 1 or m < 1 or (v is not None and v < 1):
-        sizes = f"pp = {p}, microbatches = {m}, virtual stages = {v}"
-        raise UsageError(f"schedule {name}: {sizes}: each is at least 1")
     if name == "interleaved-1f1b":
         return interleaved(p, m, 2 if v is None else v)
-    own, stages = (2, "2 stages") if name in ("zbv", "dualpipev") else (1, "1 stage")
-    if v not in (None, own):
-        raise UsageError(f"schedule {name} has {stages} per rank, not {v}")
     return SCHEDULES[name](p, m)

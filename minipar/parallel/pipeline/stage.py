@@ -1,19 +1,18 @@
 """Pipeline stages: consecutive segments of a model, run by one rank's list of actions."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from numpy.typing import DTypeLike
 
 from minipar.autograd.backward import DeferredGradients, defer_weight_gradients
+from minipar.autograd.modes import grad_enabled
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
-from minipar.comm.transport import USER_TAGS
 from minipar.comm.work import Work
-from minipar.errors import UsageError
 from minipar.nn.module import Segment
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.check import lower
@@ -42,14 +41,16 @@ class PipelineStage:
         """Run the stage's segments and return the result's array.
 
         x is the tokens on the first stage, and on the others a Tensor (B, T, h) whose gradient
-        `backward` returns. `finish` computes the loss from the last stage's result.
+        `backward` returns. `finish` computes the loss from the last stage's result. Under `no_grad`
+        nothing is kept for a backward.
         """
         y = x
         for segment in self.segments:
             y = segment.run(y)
         if finish is not None:
             y = finish(y)
-        self.alive[microbatch] = x, y
+        if grad_enabled.get():
+            self.alive[microbatch] = x, y
         return y.data
 
     def backward(self, microbatch: int, gradient: Array) -> Array | None:
@@ -80,8 +81,7 @@ class PipelineExecutor:
     the messages. A pair's F and B run one after the other. F's result travels while B runs.
 
     `shape` and `dtype` are those of the activations between stages. Each microbatch sends B T h
-    elements forward over each cut between ranks, and as many backward. `peak_alive` is the most
-    activations that this rank has held.
+    elements forward over each cut between ranks, and as many backward.
     """
 
     def __init__(
@@ -89,69 +89,43 @@ class PipelineExecutor:
         schedule: Schedule,
         comm: Communicator,
         stages: dict[int, PipelineStage],
-        shape: tuple[int, ...],
-        dtype: DTypeLike | None,
+        shape: tuple[int, ...] = (),
+        dtype: DTypeLike | None = None,
     ) -> None:
-        if FIRST_TAG + 2 * schedule.stages * schedule.microbatches > USER_TAGS:
-            sizes = f"2*{schedule.stages}*{schedule.microbatches}"
-            messages = f"2*stages*microbatches = {sizes} messages in a step"
-            more = f"are more than the {USER_TAGS - FIRST_TAG} tags there are"
-            raise UsageError(f"schedule {schedule.name}: {messages} {more}")
         self.schedule = schedule
         self.comm = comm
         self.stages = stages
         self.actions = lower(schedule.unpaired()).ranks[comm.rank]
         self.shape = shape
         self.dtype = dtype
-        self.peak_alive = 0
         # The results that are not used yet: an array each, or a function that waits for it.
         self._results: dict[Key, Array] = {}
         self._sent: list[Work] = []
 
-    def run(self, tokens: Tokens, loss: Loss, scale: float, around: Around) -> None:
+    def run(self, tokens: Tokens, loss: Loss, scale: float, around: Around) -> list[float]:
         """Run one step: every action of this rank's list, each computation inside `around(action)`.
 
         tokens(m) returns the first stage's input, and loss(m, logits) the loss of the last stage's
-        output, whose gradients are multiplied by `scale`.
+        output, whose gradients are multiplied by `scale`. Under `no_grad` the schedule is one of
+        forwards alone (`Schedule.forwards`). Return the microbatches' losses; before the last stage
+        they are 0.
         """
+        losses = [0.0] * self.schedule.microbatches
+
+        def noted_loss(m: int, logits: Tensor) -> Tensor:
+            value = loss(m, logits)
+            losses[m] = value.item()
+            return value
+
         for action in self.actions:
             if action.computes:
-                self._compute(action, tokens, loss, scale, around)
-                alive = sum(len(stage.alive) for stage in self.stages.values())
-                self.peak_alive = max(self.peak_alive, alive)
+                self._compute(action, tokens, noted_loss, scale, around)
             else:
                 self._message(action)
-        self._wait_for_sends()
-
-    def run_forward(self, tokens: Tokens, loss: Loss) -> None:
-        """Run the forwards of a step alone, for an evaluation; the arguments are those of `run`."""
-        for action in self.actions:
-            if action.kind == "F":
-                self._compute(action, tokens, loss, 1.0, nullcontext)
-            elif action.kind in ("SEND_F", "RECV_F"):
-                self._message(action)
-        self._wait_for_sends()
-        self._results = {}
-        for stage in self.stages.values():
-            stage.alive = {}
-
-    def forward(self, tokens: Array) -> Tensor | None:
-        """Run one sample, (1, T), through all stages, without a schedule; return the logits on the last stage's rank.
-
-        All ranks of the pipeline call it. Sends T h elements over each cut between ranks.
-        """
-        home = self.schedule.home
-        last = len(home) - 1
-        x: Tensor | Array = tokens
-        for number, stage in sorted(self.stages.items()):
-            if number > 0 and home[number - 1] != self.comm.rank:
-                received = xp.empty((1, *self.shape[1:]), dtype=self.dtype)
-                x = Tensor(self.comm.irecv(received, home[number - 1], number).wait())
-            for segment in stage.segments:
-                x = segment.run(x)
-            if number < last and home[number + 1] != self.comm.rank:
-                self.comm.isend(xp.ascontiguousarray(x.data), home[number + 1], number + 1).wait()
-        return x if isinstance(x, Tensor) and home[last] == self.comm.rank else None
+        for message in self._sent:
+            message.wait()
+        self._sent = []
+        return losses
 
     def _compute(self, action: Action, tokens: Tokens, loss: Loss, scale: float, around: Around) -> None:
         """Run one computation; the other arguments are those of `run`."""
@@ -198,11 +172,6 @@ class PipelineExecutor:
             # The test frees what has been delivered.
             self._sent = [message for message in self._sent if not message.test()]
             self._send(key, xp.ascontiguousarray(self._results.pop(key)), peer, tag)
-
-    def _wait_for_sends(self) -> None:
-        for message in self._sent:
-            message.wait()
-        self._sent = []
 
     def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Array]:
         """Post a receive; return the function that waits for it."""

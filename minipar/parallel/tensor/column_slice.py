@@ -40,9 +40,9 @@ class ColumnSlice(Tensor):
         return super().max(self.whole_dims(dim, axis), keepdims)
 
     def __getitem__(self, index: Any) -> Tensor:
-        entries = [entry for entry in _as_tuple(index) if entry is not None]  # None adds a dim
-        is_last = len(entries) == self.ndim or any(entry is Ellipsis for entry in entries[:-1])
-        if is_last and not (isinstance(entries[-1], slice) and entries[-1] == slice(None)):
+        entries = _as_tuple(index)
+        reaches_columns = len(entries) >= self.ndim or any(entry is Ellipsis for entry in entries)
+        if reaches_columns and not (isinstance(entries[-1], slice) and entries[-1] == slice(None)):
             self.refuse()
         return super().__getitem__(index)
 

@@ -17,7 +17,7 @@ from minipar.backend import Array, xp
 from minipar.nn.layers import Embedding, Linear, as_tensor
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
-from minipar.parallel.agreement import check_alike
+from minipar.parallel.agreement import check_same_batch
 from minipar.parallel.placement import Placement, Shard, update
 from minipar.parallel.tensor import mappings
 from minipar.parallel.tensor.mappings import TensorGroup
@@ -50,19 +50,6 @@ class Border:
         if self.sequence:
             return mappings.reduce_scatter(x, self.group, SEQUENCE)
         return mappings.reduce_from(x, self.group)
-
-
-class Inside(Border):
-    """The border of layers that do not cross it: their block enters or leaves for several of them.
-
-    They send nothing.
-    """
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x
-
-    def leave(self, x: Tensor) -> Tensor:
-        return x
 
 
 def shard_parameter(parameter: Parameter, shard: Shard) -> None:
@@ -133,11 +120,7 @@ class VocabEmbedding(Module):
     def forward(self, tokens: Array) -> Tensor:
         if not self.is_compared:
             self.is_compared = True
-            comm = self.border.group.comm
-            what = (
-                f"the ranks of {comm.axis} compute one model together, but were given different batches"
-            )
-            check_alike(comm, [("x", tokens)], what, "cut the global batch by mesh.dp.rank alone")
+            check_same_batch(self.border.group.comm, x=tokens)
         rows = self.weight.shape[0]
         local = self.checked(tokens) - self.border.group.rank * rows
         is_own = (local >= 0) & (local < rows)

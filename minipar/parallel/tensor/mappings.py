@@ -28,45 +28,23 @@ from minipar.autograd.mapping import mapping
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
-from minipar.parallel.placement import Shard
 
 
 class TensorGroup:
     """The ranks that share each layer: their communicator, and the algorithm of their sums.
 
-    The algorithm `reduction` is "ring" or "ordered". Sums travel in `reduce_dtype`, by default in
-    float32 at least. Gathered activations travel in `dtype`, by default in their own.
+    The algorithm `reduction` is "ring" or "ordered". Sums travel in float32 at least.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        reduction: str = "ring",
-        dtype: DTypeLike | None = None,
-        reduce_dtype: DTypeLike | None = None,
-    ) -> None:
+    def __init__(self, comm: Communicator, reduction: str = "ring") -> None:
         self.comm = comm
         self.reduction = reduction
-        self.dtype = dtype
-        self.reduce_dtype = reduce_dtype
         self.rank = comm.rank
         self.size = comm.size  # the number of ranks
-        # A gather adds nothing, so each algorithm gives the same bits.
-        self.gathering = "ring" if reduction == "ring" else "pairwise"
-
-    def shard(self, dim: int, size: int, groups: int = 1) -> Shard:
-        """Return the placement of a parameter that is split along `dim`.
-
-        The length of the whole `dim` is `size`. Each of its `groups` equal stretches is split by
-        itself.
-        """
-        return Shard(self.rank, self.size, dim, size, groups)
 
     def sum_dtype(self, x: Array) -> DTypeLike:
         """Return the dtype in which x is summed."""
-        if self.reduce_dtype is None:
-            return xp.promote_types(x.dtype, "float32")
-        return self.reduce_dtype
+        return xp.promote_types(x.dtype, "float32")
 
     def sum(self, x: Array) -> Array:
         """Return a new array: the sum of x over the ranks."""
@@ -83,18 +61,14 @@ class TensorGroup:
 
         The number of ranks must divide the length of `dim`.
         """
-        size = x.shape[dim] // self.size  # one rank's part has as many
-        start = self.rank * size
-        own = slice(start, start + size)
-        return x[(slice(None),) * dim + (own,)]
+        return xp.split(x, self.size, axis=dim)[self.rank]
 
     def gather(self, x: Array, dim: int) -> Array:
         """Join the parts of all ranks along `dim`. All parts have the shape of x."""
-        sent = xp.ascontiguousarray(x, dtype=self.dtype)
-        gathered = self.comm.all_gather(sent, algorithm=self.gathering)
+        # A gather adds nothing, so each algorithm gives the same bits.
+        gathered = self.comm.all_gather(xp.ascontiguousarray(x), algorithm="ring")
         parts = gathered.reshape(self.size, *x.shape)
-        whole = xp.concatenate(list(parts), axis=dim)
-        return whole.astype(x.dtype, copy=False)
+        return xp.concatenate(list(parts), axis=dim)
 
     def sum_part(self, x: Array, dim: int) -> Array:
         """Return this rank's part, along `dim`, of the sum of x over the ranks."""

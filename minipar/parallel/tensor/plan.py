@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from numpy.typing import DTypeLike
-
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides
-from minipar.nn.gpt import LanguageModel, SelfAttention, TransformerConfig
+from minipar.nn.gpt import LanguageModel, SelfAttention
 from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter
@@ -34,17 +32,14 @@ class Split:
     """The way in which a layer is split, and the class that replaces the serial one.
 
     The weight is split along `dim`; it is whole if `dim` is None. Each of the `groups` equal
-    stretches of `dim` is split by itself. A layer that `crosses` calls the border's `enter` or
-    `leave`. If it does not, the block that holds it calls them, for several layers together. Of a
-    layer that `adds_terms` each rank computes a term of the gradient. A layer is None if the serial
-    one stays.
+    stretches of `dim` is split by itself. Of a layer that `adds_terms` each rank computes a term of
+    the gradient. `layer(serial, border)` makes the parallel layer; None if the serial one stays.
     """
 
     dim: int | None
     groups: int
     layer: Callable[..., Module] | None
     splits_bias: bool = False
-    crosses: bool = True
     adds_terms: bool = False
 
 
@@ -122,9 +117,6 @@ class TensorParallel(Owner):
     def after_step(self) -> None:
         self.is_summed = False
 
-    def forget_gradients(self) -> None:
-        self.is_summed = False
-
     def sum_partial(self, parameters: Sequence[Parameter]) -> None:
         """Sum those gradients of these parameters of which each rank has a term, each in place.
 
@@ -151,33 +143,23 @@ def sum_together(group: TensorGroup, gradients: Sequence[Array]) -> None:
         offset += gradient.size
 
 
-def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) -> None:
-    """Raise UsageError if tp does not divide heads, also of keys, the MLP's columns, or a sequence's tokens."""
-    reason = "each tensor-parallel rank has whole"
-    check_divides("heads/tp", model.n_head, tp, f"{reason} heads")
-    check_divides("kv-heads/tp", model.n_kv_head, tp, f"{reason} heads of k and v")
-    check_divides("ffn/tp", model.n_inner, tp, f"{reason} columns")
-    if tokens is not None:
-        check_divides("tokens/tp", tokens, tp, "sequence parallelism splits seq-len/cp evenly")
-
-
 def tensor_parallel(
     model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False, *,
-    reduce_dtype: DTypeLike | None = None, plan: Plan | None = None, group: TensorGroup | None = None,
+    plan: Plan | None = None,
 ) -> TensorParallel:  # fmt: skip
     """Split `model` over `comm` by the plan (default: the model's own), in place.
 
     Parameters keep their names and become this rank's part of their values. UsageError if tp does
-    not divide the heads, or if the ranks' models have different values; sends a checksum of each
-    parameter as control data. Sums travel in `reduce_dtype` (default: float32 at least), in the order
-    `reduction`; a `group` of the caller sums in its own way.
+    not divide the heads (of keys), or if the ranks' models have different values; sends a checksum of
+    each parameter as control data. Sums travel in float32 at least, in the order `reduction`.
 
     A rank sends 8 B T h (t-1)/t elements per layer and microbatch: 2 all-reduces in forward and 2
     in backward or, with `sequence`, 2 all-gathers and 2 reduce-scatters in each. The embedding and
     the head add 2 B T h (t-1)/t each. The loss all-reduces B T and then 2 B T elements.
     """
     check_split(model, "tensor_parallel", comm)
-    check_shape(model.config, comm.size)
+    reason = "each tensor-parallel rank has whole heads"
+    check_divides("heads/tp", model.config.n_kv_head, comm.size, reason)
     placement.attach_placements(model)
     values = [(name, p.data) for name, p in model.named_parameters()]
     what = "tensor_parallel: the ranks' models start from different values"
@@ -185,8 +167,7 @@ def tensor_parallel(
     note_split(model, "tensor_parallel", comm)
     if plan is None:
         plan = plan_of(model)
-    if group is None:
-        group = TensorGroup(comm, reduction, model.dtype, reduce_dtype)
+    group = TensorGroup(comm, reduction)
     tensor = TensorParallel(group)
     for name, p in model.named_parameters():
         if comm.size == 1:
@@ -201,32 +182,29 @@ def tensor_parallel(
             tensor.partial.append(p)
     border = Border(group, sequence)
     replace_layers(model, plan, border)
-    fill_seams(model, plan, border)
+    fill_seams(model, border)
     return tensor
 
 
 def replace_layers(model: LanguageModel, plan: Plan, border: Border) -> None:
     """Replace the serial layers of the plan by parallel ones, which hold the same Parameters."""
-    inside = layers.Inside(border.group)
     for name, layer in list(model.named_modules()):
         split = plan.get(name.split(".")[-1])
         if split is not None and split.layer is not None:
-            own_border = border if split.crosses else inside
-            model.set_submodule(name, split.layer(layer, own_border))
+            model.set_submodule(name, split.layer(layer, border))
 
 
-def fill_seams(model: LanguageModel, plan: Plan, border: Border) -> None:
+def fill_seams(model: LanguageModel, border: Border) -> None:
     """Give the model's seams what tensor parallelism does there; gpt.py lists them."""
     group = border.group
     size = model.config.vocab_size
     model.project = partial(vocabulary.vocab_parallel_head, vocab_size=size, border=border)
     loss = vocabulary.vocab_parallel_cross_entropy_sum
     model.criterion = partial(loss, group=group, vocab_size=size)
-    blocks_cross = not all(split.crosses for split in plan.values())
     for name, module in model.named_modules():
-        if blocks_cross and hasattr(module, "enter"):
+        if hasattr(module, "enter"):  # a block that crosses the border for several of its layers
             module.enter = border.enter
-        if blocks_cross and hasattr(module, "leave"):
+        if hasattr(module, "leave"):
             module.leave = border.leave
         if isinstance(module, SelfAttention):
             module.heads //= group.size

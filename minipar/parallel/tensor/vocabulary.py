@@ -7,7 +7,6 @@ from minipar.autograd.fused import CrossEntropyFunction, as_rows, linear
 from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
-from minipar.comm.communicator import Communicator
 from minipar.parallel.tensor.layers import Border
 from minipar.parallel.tensor.mappings import TensorGroup
 
@@ -50,37 +49,33 @@ class _VocabParallelCrossEntropy(CrossEntropyFunction):
         own_top = logits.max(axis=-1)
         top = group.comm.all_reduce(own_top, op="max", algorithm=group.reduction)  # (N,)
         p = logits - top[:, None]
-        # The ranks add up two values per row: the sum of this rank's exponentials, and the logit of
-        # the target. One rank has that logit, and the others add 0.
-        sums = xp.empty((2, targets.size), dtype=p.dtype)
-        sums[1] = xp.where(one_hot, p[rows, targets], 0)
+        # One rank has the logit of a row's target, and the others add 0.
+        correct = xp.where(one_hot, p[rows, targets], 0)
         xp.exp(p, out=p)
-        sums[0] = group.row_sums(p)
-        group.comm.all_reduce(sums, algorithm=group.reduction)
-        p /= sums[0][:, None]
+        sums = xp.stack([group.row_sums(p), correct])  # (2, N)
+        total, correct = group.comm.all_reduce(sums, algorithm=group.reduction)
+        p /= total[:, None]
         self.save_for_backward(
             probabilities=p, rows=rows, targets=targets, counted=counted, one_hot=one_hot
         )
-        losses = xp.log(sums[0]) - sums[1]
-        return xp.where(counted, losses, 0).sum()
+        return xp.where(counted, xp.log(total) - correct, 0).sum()
 
     def backward(self, grad: Array, **saved: Any) -> Gradients:  # type: ignore[override]
         return *super().backward(grad, **saved), None
 
 
 def vocab_parallel_cross_entropy_sum(
-    logits: Tensor, targets: Array, group: Communicator | TensorGroup, vocab_size: int | None = None
+    logits: Tensor, targets: Array, group: TensorGroup, vocab_size: int | None = None
 ) -> Tensor:
     """Compute `autograd.cross_entropy_sum` from this rank's columns of the logits, (B, T, V/t).
 
+    `group` has the ranks that share the vocabulary: `head.group` of a ColumnParallelLinear.
     Every rank gets the same loss: log sum exp(logits) - logits[target] over the whole vocabulary.
     With N = B T, forward all-reduces N maxima, and then 2N sums: those of the exponentials and the
     targets' logits. Gathered logits would be N V elements. Backward sends nothing. UsageError for a
     target that is not below `vocab_size` (default: all ranks' columns), or for targets of another
     shape than (B, T) or flat.
     """
-    if not isinstance(group, TensorGroup):
-        group = TensorGroup(group)
     if vocab_size is None:
         vocab_size = group.size * logits.shape[-1]
     check_targets(targets, logits.shape[:-1], vocab_size)

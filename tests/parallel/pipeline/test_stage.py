@@ -51,13 +51,10 @@ def test_each_parts_cost_is_its_operations_per_token():
         assert sum(operations) == cost * TEXT[0, :, :-1].size
 
 
-def test_fewer_layers_than_stages_and_cuts_that_do_not_fit():
+def test_fewer_layers_than_stages_are_refused_and_segments_keep_their_order():
     model = gpt(3)
     with pytest.raises(UsageError, match=r"3 .* 4"):
         balanced_cuts(model.config.segment_flops(T), 4)
-    for counts in ([2, 2], [5, 1], [6, -1], [5, 0]):
-        with pytest.raises(UsageError):
-            cut(model, counts)
     names = [[segment.name for segment in stage] for stage in cut(model, [2, 3])]
     assert names == [["embedding", "h.0"], ["h.1", "h.2", "head"]]
 

@@ -12,9 +12,10 @@ import minipar as mp
 from minipar.autograd import Tensor, gelu
 from minipar.comm import run_local
 from minipar.errors import UsageError
+from minipar.more.llama import Inside
 from minipar.nn import Embedding, Linear
 from minipar.parallel.placement import Partial, Placement, Replicate, Shard
-from minipar.parallel.tensor.layers import Border, ColumnLinear, Inside, RowLinear
+from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
 from minipar.parallel.tensor.user_layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

@@ -22,9 +22,9 @@ from chapters.exercises.e26_time_and_memory import KNOWN
 from chapters.exercises.graders import e10_one_f_one_b, e11_beat_1f1b, e26_time_and_memory
 from chapters.exercises.grading import Hint
 from chapters.support.ch08.in_order import simulate_in_order
-from chapters.support.schedule_lists import library_lists, longest_path, timed
+from chapters.support.schedule_lists import count_sends, library_lists, longest_path, timed
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import COMPUTE, MESSAGES, Durations, simulate
+from minipar.parallel.pipeline.actions import COMPUTE, MESSAGES, Durations, peak_live, simulate
 from minipar.parallel.pipeline.check import check, lower
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize.schedule import live_activations
@@ -127,16 +127,17 @@ def random_setting(rng):
 def judged(text, times):
     Path("yours.csv").write_text(text, encoding="utf-8", newline="")
     schedule = load_csv("yours.csv")
-    report = check(schedule)
+    check(schedule)
+    ranks = lower(schedule).ranks
     if any(not action.computes for _, action in schedule):
         simulate_in_order(schedule, Durations(), "rank")
     timeline = simulate(schedule, Durations(times["F"], times["I"], times["W"], times["comm"]))
     save_csv(schedule, "written.csv")
     return {
         "report": {
-            "activations": report.peak_activations,
-            "weightGradients": report.peak_weight_gradients,
-            "sends": report.sends,
+            "activations": [peak_live(actions) for actions in ranks],
+            "weightGradients": [peak_live(actions, made_by=("I",), freed_by=("W",)) for actions in ranks],
+            "sends": count_sends(schedule),
         },
         "slots": [[[str(slot.action), slot.start, slot.end] for slot in row] for row in timeline.ranks],
         "total": timeline.makespan,
