@@ -3,22 +3,20 @@
 from collections.abc import Sequence
 
 from minipar.comm import wire_bytes
-from minipar.parallel.layout import StepLayout
+from minipar.more.experts.expert_traffic import ExpertLayout
 
 
-def ep_bytes(layout: StepLayout, rank: int, rows: Sequence[Sequence[Sequence[int]]]) -> int:
+def ep_bytes(layout: ExpertLayout, rank: int, rows: Sequence[Sequence[Sequence[int]]]) -> int:
     """Compute the bytes that expert-parallel rank `rank` sends over ep in a step, for the routing that happened.
 
     rows[i][r][j] counts the assignments from rank r to the experts of rank j in the i-th layer and microbatch that
     this pipeline rank runs. Dispatch and combine each send them in forward and in backward: in all h elements times
     2 sum_{j != r} (n_rj + n_jr). With uniform routing that is 4 k N h (P-1)/P for N tokens. Each dispatch sends E/P
-    counts to each rank ahead. With recompute forward runs again. With a capacity C every n_rj is C E/P, sent with no
-    counts: 4 E C h (P-1)/P elements.
+    counts to each rank ahead. With recompute forward runs again.
     """
     total, forwards = 0, 1 + layout.recompute
     for each in rows:
         moved = sum(each[rank][j] + each[j][rank] for j in range(layout.ep) if j != rank)
         total += (forwards + 1) * moved * layout.model.n_embd * layout.itemsize
-        if layout.capacity_factor is None:
-            total += forwards * wire_bytes("all_to_all", "pairwise", layout.model.num_local_experts, 8, layout.ep, rank)
+        total += forwards * wire_bytes("all_to_all", "pairwise", layout.model.num_local_experts, 8, layout.ep, rank)
     return total

@@ -16,14 +16,13 @@ import numpy as np
 
 from chapters.support.instruments import digest, same_on_all_ranks
 from chapters.support.share_work import from_all, shared
-from chapters.support.training import make_trainer, parsed, step_layout, trainer_for
+from chapters.support.training import make_trainer, parsed, step_traffic, trainer_for
 from chapters.support.whole_runs import relative_difference, verdict_of
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
 from minipar.compare.recorder import Recorder
 from minipar.generate import generate
 from minipar.parallel.placement import Shard
 from minipar.parallel.state import owned_pieces
-from minipar.parallel.traffic import predicted_traffic
 from minipar.train import checkpoint
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.pretrained import load_pretrained, save_pretrained
@@ -322,10 +321,7 @@ def examine(comm: Communicator, kind: type[Trainer], mesh: Any, single: SingleDe
     whole = [p.data for p in parameters if not isinstance(p.placement.tp, Shard)]
     dp_alike = same_on_all_ranks(trainer.mesh.dp, *(p.data for p in parameters))
     tp_alike = same_on_all_ranks(trainer.mesh.tp, *whole)
-    noticed = {
-        "ranks": not (dp_alike and tp_alike),
-        "bytes": sent != predicted_traffic(step_layout(trainer.args), rank),
-    }
+    noticed = {"ranks": not (dp_alike and tp_alike), "bytes": sent != step_traffic(trainer.args, rank)}
     state = trainer.state_dict()
     if comm.rank == 0:
         assert single is not None
