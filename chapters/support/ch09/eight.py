@@ -7,7 +7,7 @@ started eight, else on eight threads of rank 0. Results are JSON's, so that they
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -182,7 +182,7 @@ def stop_and_save(comm: Communicator, flags: str, directory: str) -> None:
 def pieces_of(comm: Communicator, flags: str, name: str) -> list[dict[str, Any]]:
     """Return which pieces of the serial model's parameter `name` this rank owns in a layout given as flags."""
     owned = owned_pieces(trainer_on(comm, flags).optimizer.parameters)
-    return [piece.to_json() for _, piece, _ in owned if piece.name == name]
+    return [asdict(piece) for _, piece, _ in owned if piece.name == name]
 
 
 def shared_directory(comm: Communicator) -> tuple[str, ExitStack]:
