@@ -92,7 +92,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from minipar.parallel.memory import FLOAT64, MIXED, elements_held, model_state
+from minipar.parallel.predicted_memory import FLOAT64, MIXED, elements_held, model_state
 
 
 def bytes_per_rank(psi, ranks, stage):

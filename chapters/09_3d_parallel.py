@@ -308,7 +308,8 @@ if rank == 0:
 
 # %%
 from chapters.support.predict import predict, reveal
-from minipar.parallel.traffic import predicted_traffic, tp_bytes
+from chapters.support.training import step_traffic
+from minipar.parallel.predicted_traffic import tp_bytes
 
 predict("most bytes", ...)  # "tp", "dp" or "pp"
 d, t, m, B = 2, 2, 4, 1  # ranks of dp and of tp, microbatches, samples in each
@@ -349,12 +350,12 @@ if rank == 0:
     show_source(tp_bytes)
     say(f"{'bytes of one step, all eight ranks':<62}{'tp':>12}{'dp':>12}{'pp':>12}")
     for label, flags in LAYOUTS.items():
-        layout = step_layout(args_of(flags, 8))
-        assert [answer["sent"] for answer in runs[label]] == [predicted_traffic(layout, r) for r in range(8)]
+        args = args_of(flags, 8)
+        assert [answer["sent"] for answer in runs[label]] == [step_traffic(args, r) for r in range(8)]
         total = "".join(f"{sum(answer['sent'][axis] for answer in runs[label]):>12,}" for axis in AXES)
         say(f"{' '.join(label.split()):<62}{total}")
 trainer = trainer_on(comm, f"{MINE} --zero-stage 3")
-assert eight.counted_step(comm, trainer)[1] == predicted_traffic(step_layout(trainer.args), rank)
+assert eight.counted_step(comm, trainer)[1] == step_traffic(trainer.args, rank)
 
 # %% [markdown]
 # ### Who sends to whom

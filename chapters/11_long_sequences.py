@@ -868,9 +868,8 @@ for method in METHODS if c > 1 else ():
 # device:
 
 # %%
-from chapters.support.training import step_layout
+from chapters.support.training import step_traffic
 from minipar.comm import DeviceMesh
-from minipar.parallel.traffic import predicted_traffic
 from minipar.train.data import load_tokens
 from minipar.train.flags import parse
 from minipar.train.trainer import Trainer
@@ -887,7 +886,7 @@ for cp in (k for k in range(2, c + 1) if c % k == 0):
         trainer = Trainer(args, DeviceMesh(comm, dp=c // cp, cp=cp), text)
         comm.traffic.reset()
         results = list(trainer.train())
-        assert comm.traffic.bytes(axis="cp") == 3 * predicted_traffic(step_layout(args), rank)["cp"]
+        assert comm.traffic.bytes(axis="cp") == 3 * step_traffic(args, rank)["cp"]
         verdict = verify(trainer, results)
         assert verdict.passed, verdict.line
         say(f"cp {cp} x dp {c // cp}, {method}\n  {verdict.line}")

@@ -291,7 +291,8 @@ from chapters.support.ch13 import train
 from chapters.support.training import step_layout
 from minipar.comm import DeviceMesh
 from minipar.memory import MemoryLedger
-from minipar.parallel.memory import elements_placed, model_state, precision_of
+from minipar.parallel.predicted_memory import elements_placed, model_state
+from minipar.plan.layout import PRECISIONS
 from minipar.train.data import load_tokens
 from minipar.train.flags import parse
 from minipar.train.trainer import Trainer
@@ -318,7 +319,7 @@ def held_by(flags):
 for stage in range(4):
     trainer, held = held_by(f"--zero-stage {stage}")
     psi, own = elements_placed(step_layout(trainer.args).placements(), rank)
-    expected = model_state(psi, own, stage, precision_of("bfloat16"))
+    expected = model_state(psi, own, stage, PRECISIONS["bf16"])
     assert psi == sum(trainer.sizes.values())
     assert held == {(expected.parameters, expected.gradients, expected.optimizer)}
     if stage == 0:
@@ -686,7 +687,7 @@ for axes, flags in LAYOUTS:
 # over dp are fp32, so their bytes are those of fp32; a pipeline's activations take half. Of a step:
 
 # %%
-from minipar.parallel.traffic import predicted_traffic
+from chapters.support.training import step_traffic
 
 for axes in ({"dp": P}, {"pp": P}):
     for dtype in ("float32", "bfloat16"):
@@ -696,7 +697,7 @@ for axes in ({"dp": P}, {"pp": P}):
         trainer.step(1)
         (axis,) = axes
         sent = comm.traffic.bytes(axis=axis)
-        assert sent == predicted_traffic(step_layout(trainer.args), rank)[axis]
+        assert sent == step_traffic(trainer.args, rank)[axis]
         say(f"{dtype}: rank 0 sends {sent:>7,} bytes over {axis} {P}")
 
 # %% [markdown]

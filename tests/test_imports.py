@@ -45,7 +45,7 @@ OUTSIDE = {
 }
 # Inside minipar.parallel: no strategy, a file or a folder, imports another one, and no helper imports a strategy.
 STRATEGIES = {"ddp", "zero", "zero_optimizer", "fsdp", "tensor", "pipeline"}
-MEETING = {"", "wrap", "layout", "traffic"}  # where strategies meet
+MEETING = {"", "wrap", "layout", "predicted_traffic"}  # where strategies meet
 ZERO = {"zero", "zero_optimizer", "fsdp", "chunks"}  # chunks.py is for the ZeRO stages
 
 MODULES = {

@@ -15,7 +15,7 @@ from chapters.support.training import step_layout
 from minipar.backend import one_blas_thread
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, _recording, enter, hold
-from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
+from minipar.parallel.predicted_memory import OF_DTYPE, elements_placed, model_state
 from minipar.train.__main__ import run
 from minipar.train.data import load_tokens
 

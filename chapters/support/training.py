@@ -2,14 +2,20 @@
 
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from minipar.comm import Communicator, DeviceMesh
+from minipar.more.context.context_traffic import cp_bytes
+from minipar.more.experts.expert_traffic import ExpertLayout, load_bytes
+from minipar.more.hybrid_traffic import replica_bytes
+from minipar.more.tree.tree_traffic import TreeLayout
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.predicted_traffic import predicted_traffic
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.flags import parse
 from minipar.train.trainer import Trainer
@@ -43,31 +49,43 @@ def make_trainer(comm: Communicator, flags: str, kind: type[Trainer] = Trainer) 
 
 
 def step_layout(args: Namespace, schedule: Schedule | None = None) -> StepLayout:
-    """Return the layout of parsed flags for `predicted_traffic`; `schedule` replaces that of the flags."""
+    """Return the layout of parsed flags for closed forms; `schedule` replaces that of the flags."""
     if schedule is None and args.pp > 1:
         schedule = make(args.schedule, args.pp, args.microbatches, args.virtual_stages)
     itemsize = np.dtype(args.dtype).itemsize
-    sums = max(4, itemsize)  # gradients of 2 bytes are added up, and summed over ranks, in float32
-    return StepLayout(
+    layout = partial(TreeLayout if args.reduction == "tree" else StepLayout)
+    if args.ep > 1:
+        layout = partial(ExpertLayout, ep=args.ep)
+    return layout(
         args.shape,
         length=args.seq_len,
-        samples=args.global_batch // (args.dp * args.microbatches),
+        tokens=args.global_batch // (args.dp * args.microbatches) * args.seq_len // args.cp,
         microbatches=args.microbatches,
         itemsize=itemsize,
-        gradient_itemsize=sums,
-        reduce_itemsize=sums,
-        dp=args.dp,
-        cp=args.cp,
-        ep=args.ep,
+        reduce_itemsize=max(4, itemsize),  # gradients of 2 bytes are added up, and summed over ranks, in float32
+        dp=args.dp * args.cp,
         tp=args.tp,
         pp=args.pp,
         zero_stage=args.zero_stage,
-        zero_replicas=args.zero_replicas,
+        chunk_ranks=args.dp * args.cp // args.zero_replicas,
         schedule=schedule,
-        context_parallel=args.context_parallel,
         sequence_parallel=args.sequence_parallel,
         recompute=args.recompute == "full",
         reduction=args.reduction,
         sync_every_microbatch=args.sync_every_microbatch,
-        aux_loss=getattr(args.shape, "aux_coefficient", 0.0),  # only a Mixtral has one
     )
+
+
+def step_traffic(args: Namespace, rank: int) -> dict[str, int]:
+    """Compute the bytes that a rank sends on each axis in a step: the core's, and those of the later axes.
+
+    What experts exchange over ep is not in it: that depends on the routing.
+    """
+    layout = step_layout(args)
+    place = layout.coordinates(rank)
+    sent = predicted_traffic(layout, rank)
+    sent["dp"] += replica_bytes(layout, place["dp"], place["pp"])
+    sent["cp"] = cp_bytes(layout, args.context_parallel, args.cp, place["pp"])
+    if getattr(args.shape, "aux_coefficient", 0.0):  # only a Mixtral has one
+        sent["cp"] += load_bytes(layout, args.cp, place["dp"] % args.cp, place["pp"])
+    return sent

@@ -19,10 +19,10 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.memory import MemoryLedger
 from minipar.more.experts.mixtral import MixtralConfig
-from minipar.parallel.memory import precision_of
 from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.predicted_memory import OF_DTYPE
 from minipar.plan.cluster import AlphaBeta, model_clock_cluster
-from minipar.plan.layout import MINIPAR, Framework, Layout
+from minipar.plan.layout import MINIPAR, PRECISIONS, Framework, Layout
 from minipar.plan.model import LLAMA, ModelShape
 from minipar.plan.rank_bytes import Memory, memory
 from minipar.plan.step_time import StepTime, step_time
@@ -100,7 +100,7 @@ def layout_of(args: Namespace) -> Layout:
         sequence_parallel=args.sequence_parallel,
         recompute=args.recompute,
         attention="stored" if keeps_scores("auto", args.seq_len, drops=args.dropout > 0) else "flash",
-        precision=precision_of(args.dtype),
+        precision=OF_DTYPE.get(args.dtype, PRECISIONS["bf16"]),
         cp=args.cp,
         context_parallel=args.context_parallel,
         ep=args.ep,

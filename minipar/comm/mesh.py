@@ -4,7 +4,7 @@ from itertools import product
 from math import prod
 
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError
+from minipar.errors import UsageError, check_divides
 
 
 class DeviceMesh:
@@ -40,7 +40,7 @@ class DeviceMesh:
             rest, self.coordinates[axis] = divmod(rest, self.shape[axis])
         self.tp, self.cp, self.dp, self.pp = map(self._along, ("tp", "cp", "dp", "pp"))
         self.dp_cp = self.dp if self.cp.size == 1 else self._along("dp", "cp")
-        check_expert_mesh(self.dp.size, cp, ep)
+        check_divides("dp*cp/ep", self.dp_cp.size, ep, "edp*ep are the ranks of dp*cp")
         self.ep, self.edp = self.dp_cp.split_into(self.dp_cp.size // ep, "ep")
 
     def rank_at(self, **coordinates: int) -> int:
@@ -62,14 +62,6 @@ class DeviceMesh:
         )
 
 
-def check_expert_mesh(dp: int, cp: int, ep: int) -> None:
-    """Raise UsageError unless edp x ep, for a whole edp, are the ranks of dp x cp."""
-    if ep < 1 or dp * cp % ep:
-        raise UsageError(
-            f"dp*cp/ep = {dp}*{cp}/{ep} is not a whole number: edp*ep are the ranks of dp*cp"
-        )
-
-
 def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int, cp: int) -> dict[str, int]:
     """Return the size of each axis; dp=None takes what the others leave.
 
@@ -79,19 +71,15 @@ def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int, cp: 
     for axis, size in (("cp", cp), ("tp", tp), ("pp", pp)):
         if size != 1:
             given[axis] = size
-    for axis, size in given.items():
-        if size < 1:
-            raise UsageError(f"{axis} = {size}: a mesh axis has at least 1 rank")
     needed = prod(given.values())
-    fits = ranks % needed == 0 if dp is None else ranks == needed
-    if not fits:
+    if dp is None:
+        dp = max(1, ranks // needed)
+    if dp * cp * tp * pp != ranks:
         equation = f"{'*'.join(given)} = {'*'.join(map(str, given.values()))}"
         if len(given) > 1:
             equation += f" = {needed}"
         if ranks == 1:
             start = f"start {needed} with mpirun -n {needed} python ..."
             raise UsageError(f"{equation}, but this process is one rank; {start}")
-        if dp is None and needed < ranks:
-            raise UsageError(f"{equation} does not divide the {ranks} ranks that {launcher} started")
         raise UsageError(f"{equation}, but {launcher} started {ranks} ranks")
-    return {"tp": tp, "cp": cp, "dp": dp or ranks // needed, "pp": pp}
+    return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}

@@ -10,5 +10,5 @@ together, loss.py the global mean, chunks.py what ZeRO cuts, and contract.py ref
 parallelism are in minipar/more.
 
 Each records in every parameter's Placement (placement.py) what it does to the parameter. What needs all axes is a loop
-over placements: grad_norm.py, state.py, memory.py, traffic.py (those of layout.py).
+over placements: grad_norm.py, state.py, predicted_memory.py, predicted_traffic.py (those of layout.py).
 """

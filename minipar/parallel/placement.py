@@ -34,8 +34,7 @@ class Replicate:
 class Partial:
     """A whole parameter whose gradient on a rank is one term of a sum over the ranks of tp.
 
-    With sequence parallelism the gradient of a norm covers a rank's tokens; a router's covers a
-    rank's columns.
+    With sequence parallelism the gradient of a norm covers a rank's tokens.
     """
 
     rank: int = 0

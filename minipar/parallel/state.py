@@ -7,7 +7,7 @@ rank of its stage.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,43 +27,26 @@ from minipar.parallel.placement import (
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The part of a parameter that a tensor-parallel rank holds: a Shard without its size."""
-
-    dim: int
-    groups: int
-    rank: int
-    ranks: int
-
-    def shard(self, shape: Sequence[int]) -> Shard:
-        """Return the Shard of a parameter of this shape."""
-        return Shard(self.rank, self.ranks, self.dim, shape[self.dim], self.groups)
-
-
-@dataclass(frozen=True)
 class Piece:
-    """Elements start:stop, in row-major order, of a parameter or of the part that `cut` says."""
+    """Elements start:stop, in row-major order, of a parameter or of a tensor-parallel rank's part of it."""
 
-    name: str
+    name: str  # name and shape are those of the serial model
+    shape: tuple[int, ...]
     start: int
     stop: int
-    cut: Cut | None  # None: the whole parameter
+    shard: Shard | None  # None: the whole parameter
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the piece as a checkpoint's manifest lists it."""
-        return asdict(self)
-
     @staticmethod
     def from_json(entry: dict[str, Any]) -> "Piece":
-        """Return the piece of an entry that `to_json` has made."""
-        cut = entry["cut"]
-        if cut is not None:
-            cut = Cut(**cut)
-        return Piece(entry["name"], entry["start"], entry["stop"], cut)
+        """Return the piece whose `asdict` has been written as JSON."""
+        shard = entry["shard"]
+        if shard is not None:
+            shard = Shard(**shard)
+        return Piece(entry["name"], tuple(entry["shape"]), entry["start"], entry["stop"], shard)
 
 
 def owned_elements(parameter: Parameter) -> range:
@@ -88,9 +71,9 @@ def owned_pieces(parameters: Sequence[Parameter]) -> list[tuple[int, Piece, slic
         own, held = owned_elements(p), elements_of(p)
         if not own:
             continue
-        tp = placement_of(p).tp
-        cut = Cut(tp.dim, tp.groups, tp.rank, tp.ranks) if isinstance(tp, Shard) else None
-        piece = Piece(placement_of(p).name, own.start, own.stop, cut)
+        placement = placement_of(p)
+        shard = placement.tp if isinstance(placement.tp, Shard) else None
+        piece = Piece(placement.name, placement.shape, own.start, own.stop, shard)
         pieces.append((i, piece, slice(own.start - held.start, own.stop - held.start)))
     return pieces
 
@@ -101,21 +84,21 @@ def local_part(placement: TensorPlacement, whole: Array, elements: range) -> Arr
     return part.reshape(-1)[elements.start : elements.stop]
 
 
-def join(shape: tuple[int, ...], pieces: Iterable[tuple[Piece, Array]]) -> Array:
-    """Put a serial array of `shape` together from all its pieces and the elements of each."""
+def join(pieces: Sequence[tuple[Piece, np.ndarray]]) -> np.ndarray:
+    """Put a serial array together from all its pieces and the elements of each, as a contiguous host array."""
+    first, _ = pieces[0]
+    shard = first.shard
+    shape = first.shape if shard is None else shard.local_shape(first.shape)
     parts: dict[int, np.ndarray] = {}  # by tensor-parallel rank
-    shard: Shard | None = None
     for piece, elements in pieces:
-        rank, local_shape = 0, shape
-        if piece.cut is not None:
-            shard = piece.cut.shard(shape)
-            rank, local_shape = shard.rank, shard.local_shape(shape)
+        rank = 0 if piece.shard is None else piece.shard.rank
         if rank not in parts:
-            parts[rank] = np.empty(local_shape, elements.dtype)
+            parts[rank] = np.empty(shape, elements.dtype)
         parts[rank].reshape(-1)[piece.start : piece.stop] = elements
     if shard is None:
         return parts[0]
-    return shard.join([xp.asarray(parts[rank]) for rank in range(shard.ranks)])
+    whole = shard.join([xp.asarray(parts[rank]) for rank in range(shard.ranks)])
+    return np.array(to_host(whole), order="C")
 
 
 def gather_state(
@@ -137,30 +120,24 @@ def gather_state(
         values = [p.data for p in parameters]
     arrays = [to_host(values[i].reshape(-1)[elements]) for i, _, elements in own]
     dtype = str(arrays[0].dtype) if arrays else ""
-    header = {
-        "dtype": dtype,
-        "pieces": [[piece.to_json(), placement_of(parameters[i]).shape] for i, piece, _ in own],
-    }
+    header = {"dtype": dtype, "pieces": [asdict(piece) for _, piece, _ in own]}
     headers = comm.all_gather_bytes(json.dumps(header).encode())
     if comm.rank > 0:
         if arrays:
             comm.isend(np.concatenate(arrays), 0).wait()
         return {}
-    pieces: dict[str, list[tuple[Piece, Array]]] = defaultdict(list)
-    shapes: dict[str, tuple[int, ...]] = {}
+    pieces: dict[str, list[tuple[Piece, np.ndarray]]] = defaultdict(list)
     for rank, text in enumerate(headers):
         listed = json.loads(text)
-        theirs = [Piece.from_json(entry) for entry, _ in listed["pieces"]]
+        theirs = [Piece.from_json(entry) for entry in listed["pieces"]]
         if rank > 0:
             arrays = receive(comm, rank, theirs, listed["dtype"])
         for piece, array in zip(theirs, arrays, strict=True):
             pieces[piece.name].append((piece, array))
-        for entry, shape in listed["pieces"]:
-            shapes[entry["name"]] = tuple(shape)
     # The serial model's order; names that this rank's model does not have come last.
-    own_names = [placement_of(p).name for p in model.parameters() if p.placement is not None]
+    own_names = [placement_of(p).name for p in model.parameters()]
     names = dict.fromkeys(name for name in [*own_names, *pieces] if name in pieces)
-    return {name: as_host(join(shapes[name], pieces[name])) for name in names}
+    return {name: join(pieces[name]) for name in names}
 
 
 def receive(comm: Communicator, rank: int, pieces: Sequence[Piece], dtype: str) -> list[np.ndarray]:
@@ -171,8 +148,3 @@ def receive(comm: Communicator, rank: int, pieces: Sequence[Piece], dtype: str) 
     flat = np.empty(sum(sizes), dtype)
     comm.irecv(flat, rank).wait()
     return np.split(flat, np.cumsum(sizes)[:-1])
-
-
-def as_host(array: Array) -> np.ndarray:
-    """Return a contiguous copy of an array on the host."""
-    return np.array(to_host(array), order="C")

@@ -11,10 +11,9 @@ from typing import Any
 from minipar.cli import UsageParser, report, write_json, write_out
 from minipar.errors import UsageError, check_divides, printable
 from minipar.more.context.token_order import METHODS, ORDERS
-from minipar.parallel.memory import STAGES
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.plan.cluster import GPUS, Cluster, Gpu
-from minipar.plan.layout import ATTENTION, PRECISIONS
+from minipar.plan.layout import ATTENTION, PRECISIONS, STAGES
 from minipar.plan.model import MODELS, RECOMPUTE, find_model
 from minipar.plan.programs import PROGRAMS, find_gpu, find_program
 from minipar.plan.report import as_json, as_text

@@ -5,9 +5,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from minipar.parallel.memory import STAGES
 from minipar.plan.cluster import GPUS
-from minipar.plan.layout import Layout
+from minipar.plan.layout import STAGES, Layout
 from minipar.plan.model import RECOMPUTE
 from minipar.plan.rank_bytes import memory
 from minipar.plan.space import EVERYTHING, Question, divisors

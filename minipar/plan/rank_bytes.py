@@ -1,6 +1,6 @@
 """Bytes of one rank in a layout: what it holds (memory) and what it sends in a step (traffic).
 
-Model state: Rajbhandari et al. 2020 (parallel/memory.py). Activations: Korthikanti et al. 2022
+Model state: Rajbhandari et al. 2020 (parallel/predicted_memory.py). Activations: Korthikanti et al. 2022
 (arXiv 2205.05198), equations 1 to 6, and section 4.2.3 for the microbatches in flight; 16-bit
 activations, one-byte dropout masks.
 """
@@ -8,8 +8,8 @@ activations, one-byte dropout masks.
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from minipar.parallel.memory import model_state
-from minipar.parallel.traffic import cp_elements
+from minipar.more.context.context_traffic import cp_elements
+from minipar.parallel.predicted_memory import model_state
 from minipar.plan.layout import MEGATRON, Activations, Framework, Layout
 from minipar.plan.model import ModelShape
 
@@ -299,13 +299,13 @@ def volume(
          (Rajbhandari et al. 2020, section 7, for m = 1). With q replicas of the shards d is s =
          d/q, and 2 psi/s (q-1)/q are summed between replicas at each reduction. d counts the ranks
          of dp x cp. For the experts it is edp = d t/(P etp), the ranks that hold the same parts.
-    cp   the elements of parallel/traffic.py for each layer and microbatch, forward twice with full
+    cp   the elements of more/context/context_traffic.py for each layer and microbatch, forward twice with full
          recompute. Context parallelism divides s by c in the lines above.
     ep   4 k b s h (P-1)/P elements for each layer and microbatch, if tokens are spread evenly: rows
          to their experts and results back, forward and backward, 6 with full recompute. Before each
          dispatch E (P-1)/P counts of 8 bytes. Each tp rank sends whole rows, of etp/t of the tokens.
 
-    parallel/traffic.py has minipar's traffic to the byte; these are the papers' formulas.
+    parallel/predicted_traffic.py has minipar's traffic to the byte; these are the papers' formulas.
     """
     t = layout.tp
     s = layout.shards

@@ -6,9 +6,9 @@ from itertools import product
 from math import isqrt
 
 from minipar.more.context.token_order import METHODS, check_length
-from minipar.parallel.memory import STAGES, Precision
+from minipar.parallel.predicted_memory import Precision
 from minipar.plan.cluster import Cluster
-from minipar.plan.layout import PRECISIONS, Layout, check_experts
+from minipar.plan.layout import PRECISIONS, STAGES, Layout, check_experts
 from minipar.plan.model import RECOMPUTE, ModelShape
 
 # gpipe and naive never win; zb-h2 and zbv have no closed form to search by. A user can ask for all

@@ -13,10 +13,9 @@ import numpy as np
 import training
 from training import one_device, ranks_of, same_on_all_ranks, trainer_for, using
 
-from chapters.support.training import step_layout
+from chapters.support.training import step_traffic
 from chapters.support.whole_runs import relative_difference
 from minipar.comm import DeviceMesh, run_local
-from minipar.parallel.traffic import predicted_traffic
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
 
@@ -192,7 +191,7 @@ def check_config(comm, args: Namespace, exact: bool = False, kind: type[Trainer]
     trainer = trainer_for(args, TEXT, comm, kind)
     states, reports, sent = run_steps(trainer)
     wrong = []
-    expected = predicted_traffic(step_layout(args), comm.rank)
+    expected = step_traffic(args, comm.rank)
     wrong += [f"sent {count}, predicted {expected}" for count in sent if count != expected]
     if not same_on_all_ranks(trainer):
         wrong.append("ranks that hold the same parameters hold different bits")

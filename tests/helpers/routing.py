@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from minipar.comm import wire_bytes
-from minipar.parallel.layout import StepLayout
+from minipar.more.experts.expert_traffic import ExpertLayout
 
 
-def ep_bytes(layout: StepLayout, rank: int, rows: Sequence[Sequence[Sequence[int]]]) -> int:
+def ep_bytes(layout: ExpertLayout, rank: int, rows: Sequence[Sequence[Sequence[int]]]) -> int:
     """Compute the bytes that expert-parallel rank `rank` sends over ep in a step, for the routing that happened.
 
     rows[i][r][j] counts the assignments from rank r to the experts of rank j in the i-th layer and microbatch that

@@ -1,7 +1,5 @@
 """Claims about models, meshes and messages that ranks cannot share: every rank raises an error with the equation."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 from refusals import refused, refused_on_every_rank, run_script, shown
@@ -9,7 +7,6 @@ from training import MLP, text
 
 import minipar as mp
 from minipar.comm import DeviceMesh, run_local
-from minipar.comm.mesh import check_expert_mesh
 from minipar.errors import CommunicationError, UsageError
 from minipar.nn import SGD, AdamW, Linear, Module
 from minipar.parallel.wrap import shard
@@ -287,13 +284,3 @@ def test_ranks_that_call_something_else_do_not_wait(name):
     with pytest.raises((CommunicationError, UsageError)) as caught:
         run_local(2, rank)
     assert [value for value in values if not shown(str(caught.value), value)] == []
-
-
-def test_an_expert_mesh_is_refused_unless_its_axes_multiply():
-    """It fits if edp * ep = dp * cp for some whole edp."""
-    for dp, cp, ep in product((1, 2, 3), (1, 2), range(-1, 7)):
-        if ep > 0 and any(edp * ep == dp * cp for edp in range(1, dp * cp + 1)):
-            check_expert_mesh(dp, cp, ep)
-        else:
-            with pytest.raises(UsageError):
-                check_expert_mesh(dp, cp, ep)

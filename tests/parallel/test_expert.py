@@ -18,7 +18,7 @@ from minipar.memory import MemoryLedger
 from minipar.more.experts.expert_parallel import expert_parallel
 from minipar.more.experts.mixtral import Mixtral, MixtralConfig, MoE
 from minipar.nn import SGD
-from minipar.parallel.memory import FLOAT64, model_state
+from minipar.parallel.predicted_memory import FLOAT64, model_state
 from minipar.parallel.wrap import shard
 from minipar.train import checkpoint
 from minipar.train.trainer import Trainer

@@ -14,10 +14,11 @@ from minipar.comm import Network, run_local, start_trace, wire_bytes
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.more.hybrid import HybridComm
+from minipar.more.hybrid_traffic import replica_bytes
 from minipar.nn import AdamW, GPTConfig
 from minipar.parallel.layout import StepLayout
-from minipar.parallel.memory import MIXED, OF_DTYPE, elements_placed, model_state
-from minipar.parallel.traffic import dp_bytes, replica_bytes
+from minipar.parallel.predicted_memory import MIXED, OF_DTYPE, elements_placed, model_state
+from minipar.parallel.predicted_traffic import dp_bytes
 from minipar.parallel.wrap import fully_shard
 from minipar.train.data import load_tokens
 
@@ -152,13 +153,13 @@ def test_bytes_inside_and_across_are_the_formulas(s, q, stage, m):
         scalars = wire_bytes("all_reduce", "ordered", 1, 8, s * q, rank)  # the loss, of all ranks
         scalars += wire_bytes("all_reduce", "ordered", 1, 8, s, rank % s)  # the norm: replicas hold the same shards
         assert across - scalars == 4 * 2 * (PSI // s) * (q - 1) // q == replica_bytes(step_layout(config), rank, 0)
-        assert dp_bytes(step_layout(config), rank, 0) == inside + across
+        assert dp_bytes(step_layout(config), rank, 0) == inside + scalars
 
 
 def test_replicas_on_hosts_divide_what_crosses_between_them():
     """On 64 hosts of 8 GPUs, a ring of all 512 sends (2m+1) Psi over every card, hybrid sharding about 2 Psi/8."""
-    layout = StepLayout(GPTConfig(16, 8, 24, 4, 8), 8, 1, 4, itemsize=4, dp=512, zero_stage=3)
-    hybrid = replace(layout, zero_replicas=64)
+    layout = StepLayout(GPTConfig(16, 8, 24, 4, 8), 8, 8, 4, 4, 4, dp=512, zero_stage=3)
+    hybrid = replace(layout, chunk_ranks=8)
     assert replica_bytes(layout, 0, 0) == 0
     assert replica_bytes(hybrid, 0, 0) * 30 < dp_bytes(layout, 0, 0)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -45,10 +46,10 @@ def test_the_ranks_own_each_element_of_each_parameter_once(layout, stage):
     counts = defaultdict(dict)
     for piece, placement in [each for pieces in on_ranks(layout, stage, own) for each in pieces]:
         rank, shape = 0, placement.shape
-        assert Piece.from_json(json.loads(json.dumps(piece.to_json()))) == piece
-        if piece.cut is not None:
-            assert piece.cut.shard(shape) == placement.tp
-            rank, shape = piece.cut.rank, placement.tp.local_shape(shape)
+        assert Piece.from_json(json.loads(json.dumps(asdict(piece)))) == piece
+        if piece.shard is not None:
+            assert piece.shard == placement.tp
+            rank, shape = piece.shard.rank, placement.tp.local_shape(shape)
         held = counts[piece.name].setdefault(rank, np.zeros(int(np.prod(shape)), int))
         held[piece.start : piece.stop] += 1
     assert set(counts) == set(shapes)

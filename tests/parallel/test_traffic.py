@@ -13,13 +13,14 @@ from combinations import TEXT, VOCAB
 from tensor_cases import HIDDEN, LAYERS, SHAPES
 from training import ranks_of, trainer_for
 
-from chapters.support.training import step_layout
+from chapters.support.training import step_traffic
 from minipar.comm import run_local, wire_bytes
+from minipar.more.context.context_traffic import cp_bytes
 from minipar.more.llama import LlamaConfig
 from minipar.nn import GPTConfig
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from minipar.parallel.traffic import bucket_elements, end_gathers, pp_bytes, predicted_traffic, tp_bytes
+from minipar.parallel.predicted_traffic import end_gathers, pp_bytes, predicted_traffic, tp_bytes
 from minipar.train.pretrained import save_pretrained
 from minipar.train.trainer import make_model
 
@@ -70,7 +71,7 @@ CASES = {
 def test_every_rank_sends_on_each_axis_what_was_predicted(name):
     ranks, flags = CASES[name]
     config = config_for(flags, ranks)
-    assert counted(config) == [predicted_traffic(step_layout(config), rank) for rank in range(ranks)]
+    assert counted(config) == [step_traffic(config, rank) for rank in range(ranks)]
 
 
 def test_a_model_with_more_positions_than_the_sequence(tmp_path):
@@ -80,7 +81,7 @@ def test_a_model_with_more_positions_than_the_sequence(tmp_path):
     flags = f"--tp 2 --pp 2 --sequence-parallel --zero-stage 3 --microbatches 2 --init-from {tmp_path}"
     config = training.config_for(f"--seq-len 8 {flags}", 8)
     assert config.shape.n_positions == 20
-    assert counted(config) == [predicted_traffic(step_layout(config), rank) for rank in range(8)]
+    assert counted(config) == [step_traffic(config, rank) for rank in range(8)]
 
 
 # ---- tensor parallelism, written out ---------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ def test_a_step_over_tp_sends_what_the_closed_form_says(tp, sequence, microbatch
 
 B, T, H, L, M = 2, 8, 24, 4, 3
 N = B * T * H
-SERIAL = StepLayout(GPTConfig(16, T, H, L, 8), T, B, M, itemsize=1)
+SERIAL = StepLayout(GPTConfig(16, T, H, L, 8), T, B * T, M, itemsize=1, reduce_itemsize=1)
 PSI = L * (12 * H * H + 13 * H) + (16 + T + 2) * H
 
 
@@ -148,7 +149,7 @@ def summed(layout, axis):
 
 
 def test_one_device_sends_nothing():
-    assert predicted_traffic(SERIAL, 0) == dict.fromkeys(AXES, 0)
+    assert predicted_traffic(SERIAL, 0) == {"dp": 0, "tp": 0, "pp": 0}
 
 
 @pytest.mark.parametrize("d", [2, 8])
@@ -179,13 +180,12 @@ def test_attention_sends_the_published_elements_over_cp(method, c, recompute):
     """Of a layer and microbatch; of 4 heads two share one of keys. Gradients travel in 4 bytes where the rest has 2."""
     model = LlamaConfig(16, 24, 8, 3, 4, 2, 32)
     u, h, h_kv = 5 * 32 // c, 24, 12
-    layout = StepLayout(model, 32, samples=5, microbatches=2, itemsize=2, reduce_itemsize=4, cp=c)
-    layout = replace(layout, context_parallel=method, recompute=recompute)
+    layout = StepLayout(model, 32, 5 * 32 // c, microbatches=2, itemsize=2, reduce_itemsize=4, recompute=recompute)
     forwards = 2 if recompute else 1
     hops = {"ring": c, "all-gather": c - 1, "ulysses": 0}[method] if c > 1 else 0
     moved = 2 * (h + h_kv) * u * (c - 1) // c if method == "ulysses" else 2 * (c - 1) * u * h_kv
     expected = 2 * 3 * ((forwards + 1) * moved * 2 + 2 * hops * u * h_kv * 4)
-    assert [predicted_traffic(layout, rank)["cp"] for rank in range(c)] == [expected] * c
+    assert cp_bytes(layout, method, c, 0) == expected
 
 
 @pytest.mark.parametrize(("p", "t"), [(2, 4), (4, 1)])
@@ -204,8 +204,9 @@ def test_a_pipeline_sends_bsh_per_microbatch_cut_and_direction(p, t):
 @pytest.mark.parametrize("p", [2, 8])
 def test_a_pipelines_buckets_are_on_one_rank_and_are_the_model(name, p):
     layout = replace(SERIAL, model=GPTConfig(16, T, H, 17, 8), pp=p, schedule=make(name, p, 16), zero_stage=3)
-    of_rank = [bucket_elements(layout, rank) for rank in range(p)]
-    assert sum(some.total() for some in of_rank) == PSI + (17 - L) * (12 * H * H + 13 * H)
+    of_rank = [layout.buckets(pp=rank) for rank in range(p)]
+    elements = sum(bucket[0].dp.bucket_size for buckets in of_rank for bucket in buckets)
+    assert elements == PSI + (17 - L) * (12 * H * H + 13 * H)
     assert sum(len(some) for some in of_rank) == 17 + 2
     assert sum(layout.blocks(rank) for rank in range(p)) == 17
 

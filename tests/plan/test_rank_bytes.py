@@ -9,7 +9,7 @@ from minipar.more.llama import LlamaConfig
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.actions import peak_live
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.traffic import tp_bytes
+from minipar.parallel.predicted_traffic import tp_bytes
 from minipar.plan.layout import MEGATRON, MINIPAR, PRECISIONS
 from minipar.plan.model import ModelShape, find_model
 from minipar.plan.rank_bytes import in_flight, layer_activations, layer_state, memory, rank_parameters, volume
@@ -97,7 +97,7 @@ def test_bytes_of_tensor_parallelism(tp, sequence_parallel):
 def test_ranks_hold_and_send_what_training_does(tp, kv_heads):
     """A layer's elements on a rank, and the bytes that it adds, are those of the placements and of the closed form."""
     model = ModelShape(1, 64, 8, 16, kv_heads=kv_heads, ffn=48, gated=True, tied=False, biases=False, norm_biases=False)
-    one, two = (StepLayout(LlamaConfig(16, 64, 48, layers, 8, kv_heads, 8), 8, 1, 1, 2, tp=tp) for layers in (1, 2))
+    one, two = (StepLayout(LlamaConfig(16, 64, 48, layers, 8, kv_heads, 8), 8, 8, 1, 2, 2, tp=tp) for layers in (1, 2))
     held = [p.dp.size for p in one.placements() if ".layers." in p.name]
     assert layer_state(model, layout(tp=tp)) == sum(held)
     sent = volume(model, layout(tp=tp, precision=PRECISIONS["fp16"]), 8).tp

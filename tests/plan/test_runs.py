@@ -13,7 +13,7 @@ from minipar.bench.layouts import RECORDED, framework_of, layout_of, shape_of
 from minipar.bench.pipeline import random_tokens
 from minipar.comm import run_local
 from minipar.memory import MemoryLedger
-from minipar.parallel.memory import elements_placed
+from minipar.parallel.predicted_memory import elements_placed
 from minipar.plan.cluster import AlphaBeta, model_clock_cluster
 from minipar.plan.rank_bytes import memory, rank_parameters, volume
 from minipar.plan.step_time import step_time

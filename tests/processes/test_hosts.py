@@ -6,7 +6,7 @@ from launcher import run_mpi
 
 from chapters.support.training import step_layout
 from minipar.comm import wire_bytes
-from minipar.parallel.traffic import replica_bytes
+from minipar.more.hybrid_traffic import replica_bytes
 from minipar.train.flags import parse
 from visualize import mesh_traffic, read_trace
 

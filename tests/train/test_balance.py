@@ -5,11 +5,10 @@ import pytest
 from combinations import TEXT, VOCAB, differences, run_steps
 from training import bits, config_for, one_device, ranks_of, trainer_for
 
-from chapters.support.training import step_layout
+from chapters.support.training import step_traffic
 from minipar.autograd import no_grad
 from minipar.comm import run_local
 from minipar.more.experts.mixtral import moe_layers
-from minipar.parallel.traffic import predicted_traffic
 
 E = 6
 SHAPE = f"--model mixtral --layers 3 --hidden 16 --heads 4 --kv-heads 2 --ffn 12 --seq-len 8 --vocab-size {VOCAB}"
@@ -48,7 +47,7 @@ def check_layout(layout, exact):
     assert differences(*ranks[0][:2], (states, reported), exact=exact) == []
     for rank, (_, reports_of_rank, sent) in enumerate(ranks):
         assert reports_of_rank == ranks[0][1]
-        assert sent == [predicted_traffic(step_layout(args), rank)] * len(sent)
+        assert sent == [step_traffic(args, rank)] * len(sent)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

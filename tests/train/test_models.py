@@ -8,11 +8,10 @@ import pytest
 from combinations import TEXT, VOCAB, config_of
 from training import bits, config_for, on_each_rank, ranks_of, run_until, trainer_for
 
-from chapters.support.training import step_layout
+from chapters.support.training import step_traffic
 from chapters.support.whole_runs import relative_difference
 from minipar.comm import run_local
 from minipar.more.llama import Llama, LlamaConfig
-from minipar.parallel.traffic import predicted_traffic
 from minipar.train.flags import parse
 from minipar.train.pretrained import load_config, load_pretrained, save_pretrained
 
@@ -57,7 +56,7 @@ def test_a_tied_llama_trains_as_one_device_and_sends_as_said(flags, tied):
 
     for rank, (shape, sent) in enumerate(run_local(ranks_of(args), inspect)):
         assert shape == load_config(tied) and shape.tie_word_embeddings
-        assert sent == predicted_traffic(step_layout(args), rank)
+        assert sent == step_traffic(args, rank)
     single, results = run_until(TEXT, from_directory(tied, "--dp 1"))
     state, reports = run_until(TEXT, args)
     assert np.allclose(reports, results, rtol=1e-12, atol=0)
@@ -67,9 +66,9 @@ def test_a_tied_llama_trains_as_one_device_and_sends_as_said(flags, tied):
 def test_an_untied_head_saves_a_pipeline_the_exchange(tied):
     """V h elements of float64 in each step, on the first and on the last rank."""
     run = "--global-batch 4 --microbatches 2 --pp 2"
-    layouts = [step_layout(config_of(f"{LLAMA} {run}")), step_layout(from_directory(tied, run))]
+    runs = [config_of(f"{LLAMA} {run}"), from_directory(tied, run)]
     for rank in range(2):
-        untied, with_head = (predicted_traffic(layout, rank)["pp"] for layout in layouts)
+        untied, with_head = (step_traffic(args, rank)["pp"] for args in runs)
         assert with_head - untied == VOCAB * 24 * 8
 
 

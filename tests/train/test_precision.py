@@ -5,17 +5,17 @@ import pytest
 from combinations import TEXT, config_of, equals_one_device, run_steps
 from training import on_each_rank, ranks_of, trained, trainer_for
 
-from chapters.support.training import step_layout
+from chapters.support.training import step_layout, step_traffic
 from minipar.autograd import Tensor
 from minipar.comm import run_local
 from minipar.memory import MemoryLedger
 from minipar.more.precision import MixedPrecisionAdamW, enable_two_bytes
 from minipar.nn import GPT, GPTConfig, Linear, Parameter
 from minipar.parallel.ddp import DistributedDataParallel
-from minipar.parallel.memory import elements_placed, model_state, precision_of
+from minipar.parallel.predicted_memory import elements_placed, model_state
 from minipar.parallel.tensor.user_layers import RowParallelLinear
-from minipar.parallel.traffic import predicted_traffic
 from minipar.parallel.wrap import fully_shard
+from minipar.plan.layout import PRECISIONS
 from minipar.train import __main__ as program
 from minipar.train import checkpoint
 from minipar.train.data import load_tokens
@@ -70,13 +70,13 @@ def test_split_layers_and_tokens_agree_within_roundings(flags):
     _, single, _ = run_steps(trainer_for(config_of(f"{shape} {batch}"), TEXT))
     for rank, (_, reports, sent) in enumerate(ranks):
         assert np.allclose([loss for loss, _ in reports], [loss for loss, _ in single], rtol=2**-8)
-        assert sent == [predicted_traffic(step_layout(args), rank)] * 2
+        assert sent == [step_traffic(args, rank)] * 2
 
 
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 2), (3, 3)])
 def test_model_state_is_the_papers_formulas(stage, size):
     args = config_of(f"--dp {size} --zero-stage {stage} --global-batch 6 --dtype bfloat16")
-    precision = precision_of("bfloat16")
+    precision = PRECISIONS["bf16"]
     assert (precision.parameters, precision.gradients, precision.optimizer) == (2, 4, 12)
 
     def rank(comm):

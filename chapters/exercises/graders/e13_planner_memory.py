@@ -4,7 +4,7 @@ from fractions import Fraction
 
 from chapters.exercises.e13_planner_memory import Setting
 from chapters.exercises.grading import Hint, call
-from minipar.parallel.memory import MIXED, model_state
+from minipar.parallel.predicted_memory import MIXED, model_state
 from minipar.plan.layout import Layout
 from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import in_flight, layer_activations

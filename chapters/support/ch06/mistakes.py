@@ -14,7 +14,7 @@ import numpy as np
 from chapters.support.ch06.whole_gradients import is_split
 from chapters.support.instruments import same_on_all_ranks
 from chapters.support.share_work import from_all
-from chapters.support.training import step_layout
+from chapters.support.training import step_traffic
 from chapters.support.whole_runs import verdict_of
 from minipar.autograd import Tensor, linear
 from minipar.nn import clip_grad_norm, squared_norm
@@ -23,7 +23,6 @@ from minipar.parallel.tensor.layers import RowLinear
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
 from minipar.parallel.tensor.vocabulary import vocab_parallel_cross_entropy_sum
-from minipar.parallel.traffic import predicted_traffic
 from minipar.train.trainer import Trainer
 
 
@@ -87,7 +86,7 @@ CATCHING: dict[str, set[str]] = {
 
 def bytes_per_step(trainer: Trainer) -> int:
     """Return what a correct step sends over tp: layers, embedding, head, loss, norm, and replicated gradients."""
-    return predicted_traffic(step_layout(trainer.args), trainer.mesh.world.rank)["tp"]
+    return step_traffic(trainer.args, trainer.mesh.world.rank)["tp"]
 
 
 def examine(trainer: Trainer, single: Mapping[int, tuple[Any, Any]]) -> tuple[set[str], float]:

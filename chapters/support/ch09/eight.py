@@ -7,7 +7,7 @@ started eight, else on eight threads of rank 0. Results are JSON's, so that they
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,14 +16,13 @@ import numpy as np
 
 from chapters.support.instruments import digest, same_on_all_ranks
 from chapters.support.share_work import from_all, shared
-from chapters.support.training import make_trainer, parsed, step_layout, trainer_for
+from chapters.support.training import make_trainer, parsed, step_traffic, trainer_for
 from chapters.support.whole_runs import relative_difference, verdict_of
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
 from minipar.compare.recorder import Recorder
 from minipar.generate import generate
 from minipar.parallel.placement import Shard
 from minipar.parallel.state import owned_pieces
-from minipar.parallel.traffic import predicted_traffic
 from minipar.train import checkpoint
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.pretrained import load_pretrained, save_pretrained
@@ -183,7 +182,7 @@ def stop_and_save(comm: Communicator, flags: str, directory: str) -> None:
 def pieces_of(comm: Communicator, flags: str, name: str) -> list[dict[str, Any]]:
     """Return which pieces of the serial model's parameter `name` this rank owns in a layout given as flags."""
     owned = owned_pieces(trainer_on(comm, flags).optimizer.parameters)
-    return [piece.to_json() for _, piece, _ in owned if piece.name == name]
+    return [asdict(piece) for _, piece, _ in owned if piece.name == name]
 
 
 def shared_directory(comm: Communicator) -> tuple[str, ExitStack]:
@@ -322,10 +321,7 @@ def examine(comm: Communicator, kind: type[Trainer], mesh: Any, single: SingleDe
     whole = [p.data for p in parameters if not isinstance(p.placement.tp, Shard)]
     dp_alike = same_on_all_ranks(trainer.mesh.dp, *(p.data for p in parameters))
     tp_alike = same_on_all_ranks(trainer.mesh.tp, *whole)
-    noticed = {
-        "ranks": not (dp_alike and tp_alike),
-        "bytes": sent != predicted_traffic(step_layout(trainer.args), rank),
-    }
+    noticed = {"ranks": not (dp_alike and tp_alike), "bytes": sent != step_traffic(trainer.args, rank)}
     state = trainer.state_dict()
     if comm.rank == 0:
         assert single is not None

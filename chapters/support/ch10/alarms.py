@@ -5,9 +5,9 @@ Narayanan et al. 2021 (arXiv 2104.04473, table 1) and Korthikanti et al. 2022 (a
 
 from chapters.support.training import make_trainer
 from minipar.comm import Communicator, run_local
-from minipar.parallel.memory import FLOAT64
 from minipar.parallel.pipeline.actions import peak_live
 from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.predicted_memory import FLOAT64
 from minipar.plan import rank_bytes
 from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import Layout

@@ -19,17 +19,16 @@ from dataclasses import replace
 import numpy as np
 from training import config_for, ranks_of, trainer_for
 
-from chapters.support.training import step_layout
+from chapters.support.training import step_layout, step_traffic
 from minipar.bench.layouts import framework_of, layout_of, shape_of
 from minipar.comm import run_local
 from minipar.compare.recorder import Recorder
 from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
-from minipar.parallel.memory import OF_DTYPE, model_state
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.placement import Shard
-from minipar.parallel.traffic import predicted_traffic
+from minipar.parallel.predicted_memory import OF_DTYPE, model_state
 from minipar.plan.rank_bytes import memory
 from minipar.train import checkpoint
 from minipar.train.data import Tokens
@@ -89,6 +88,7 @@ def planned_peak(args: Namespace) -> float:
 
 def predicted_state(args: Namespace, place: dict[str, int]) -> list[int]:
     """Compute the bytes of parameters, gradients and optimizer state on a rank by the closed forms."""
+    place = {"dp": place["dp"] * args.cp + place["cp"], "tp": place["tp"], "pp": place["pp"]}
     placements = step_layout(args).placements(**place)
     psi = sum(placement.dp.size for placement in placements)
     own = sum(len(placement.dp.own) for placement in placements)
@@ -115,7 +115,7 @@ def look_at_rank(comm, args: Namespace, tokens: Tokens, record: str | None) -> d
         "losses": [result.loss for result in results],
         "norms": [result.grad_norm for result in results],
         "digests": dict(digests(trainer)),
-        "bytes": sent == predicted_traffic(step_layout(args), comm.rank),
+        "bytes": sent == step_traffic(args, comm.rank),
         "state": most == predicted_state(args, trainer.mesh.coordinates),
         "peak": ledger.peak,
         "verified": verdict.passed,

@@ -16,9 +16,9 @@ import pytest
 from launcher import ROOT
 
 from minipar.errors import UsageError
-from minipar.parallel.memory import FLOAT32, FLOAT64, model_state
 from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
+from minipar.parallel.predicted_memory import FLOAT32, FLOAT64, model_state
 from minipar.plan.layout import PRECISIONS, Layout, check_layout
 from minipar.plan.model import MODELS, ModelShape
 from minipar.plan.rank_bytes import memory, volume

@@ -9,11 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-import numpy as np
-
 from minipar.parallel.placement import Placement
 
-STAGES = (0, 1, 2, 3)
 Count = int | Fraction  # elements or bytes; a Fraction if Psi/d is not rounded
 
 
@@ -31,20 +28,6 @@ MIXED = Precision(2, 2, 12)
 # minipar's own: parameters and gradients in the dtype of the run, and AdamW's two means.
 FLOAT32, FLOAT64 = Precision(4, 4, 8), Precision(8, 8, 16)
 OF_DTYPE = {"float32": FLOAT32, "float64": FLOAT64}
-
-
-def precision_of(dtype: str, gradients: str | None = None, sums: str | None = None) -> Precision:
-    """Return the bytes of a run. In 2-byte training K = 12; gradients have 2 bytes or (default) 4.
-
-    With plain data parallelism, gradients that are summed in another dtype (`sums`) exist in both:
-    20 bytes in all.
-    """
-    if np.dtype(dtype).itemsize > 2:
-        return OF_DTYPE[dtype]
-    kept = np.dtype(gradients or "float32")
-    summed = kept if sums is None else np.dtype(sums)
-    nbytes = kept.itemsize if kept == summed else kept.itemsize + summed.itemsize
-    return Precision(2, nbytes, 12)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,16 @@
 """The traffic of a training step in closed form: the bytes that each rank sends on each mesh axis.
 
-    predicted_traffic(StepLayout(...), rank) -> {"dp": bytes, "cp": bytes, "tp": bytes, "pp": bytes}
+    predicted_traffic(StepLayout(...), rank) -> {"dp": bytes, "tp": bytes, "pp": bytes}
 
 These are formulas, without a communicator. Tests compare them with the counters of every rank,
 using ==. B is the samples of a microbatch, T tokens per sample, m microbatches, h hidden, V
-vocabulary, L layers; d, c, t and p are the ranks of dp, cp, tp and pp; n = B T/c h. Gradients
-travel over dp and cp together, and are counted as dp. The bytes of a collective are `wire_bytes`:
-an all-reduce of x elements over t ranks sends 2x(t-1)/t if t divides x.
+vocabulary, L layers; d, t and p are the ranks of dp, tp and pp; n = B T h. The bytes of a
+collective are `wire_bytes`: an all-reduce of x elements over t ranks sends 2x(t-1)/t if t divides
+x.
 """
 
-from collections import Counter
+from math import prod
 
-from minipar.comm.algorithms import chunk_bounds
 from minipar.comm.traffic import wire_bytes
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.actions import Schedule
@@ -26,23 +25,8 @@ def ordered_sum(count: int, ranks: int, rank: int) -> int:
 
 
 def norm_bytes(layout: StepLayout, count: int, ranks: int, rank: int) -> int:
-    """Compute what the gradient's norm sends over an axis: so many sums, or in a tree a maximum and two integers."""
-    if layout.reduction == "tree":
-        return ordered_sum(1, ranks, rank) + ordered_sum(2, ranks, rank)
-    return ordered_sum(count, ranks, rank)
-
-
-def bucket_elements(layout: StepLayout, pp: int, partial: bool = False) -> Counter[tuple[int, bool]]:
-    """Count the elements of each bucket of pipeline rank `pp`, all or those of `partial` gradients.
-
-    The keys are (unit, whether it is the bucket of experts, which has ranks of its own).
-    """
-    elements: Counter[tuple[int, bool]] = Counter()
-    for p in layout.placements(pp=pp):
-        assert p.dp is not None
-        if isinstance(p.tp, Partial) or not partial:
-            elements[p.unit, p.ep is not None] += p.dp.size
-    return elements
+    """Compute what the gradient's norm sends over an axis that adds so many sums of squares."""
+    return sum(ordered_sum(values, ranks, rank) for values in layout.norm_sums(count))
 
 
 def gathers(layout: StepLayout, unit: int) -> int:
@@ -91,100 +75,43 @@ def end_gathers(schedule: Schedule, head_too: bool) -> int:
 
 
 def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
-    """Compute the bytes that a world rank sends on each axis in a step.
-
-    ValueError for a rank that there is not.
-    """
-    coordinates = layout.coordinates(rank)
-    replica = coordinates["dp"] * layout.cp + coordinates["cp"]
+    """Compute the bytes that a world rank sends on each axis in a step."""
+    place = layout.coordinates(rank)
     return {
-        "dp": dp_bytes(layout, replica, coordinates["pp"]),
-        "cp": cp_bytes(layout, coordinates["pp"])
-        + load_bytes(layout, layout.cp, coordinates["cp"], coordinates["pp"]),
-        "tp": tp_bytes(layout, coordinates["tp"], coordinates["pp"]),
-        "pp": pp_bytes(layout, coordinates["pp"]),
+        "dp": dp_bytes(layout, place["dp"], place["pp"]),
+        "tp": tp_bytes(layout, place["tp"], place["pp"]),
+        "pp": pp_bytes(layout, place["pp"]),
     }
 
 
 def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
-    """Compute what rank `rank` of dp x cp on pipeline rank `pp` sends over both, by bucket:
+    """Compute what rank `rank` of dp on pipeline rank `pp` sends over dp, by bucket:
 
         stage 0     all-reduce                                        2 Psi (d-1)/d elements
         stage 1, 2  reduce-scatter, then all-gather                   the same
         stage 3     reduce-scatter, and as many gathers as `gathers`  about (2m+1) Psi (d-1)/d
 
-    Psi is the parameters of this rank, and d stands for s = d c/q, for experts for edp = d c/P: with
-    q > 1, `replica_bytes` come on top. The loss adds an all-reduce of one float64 over d
-    c ranks, and the norm another one over s, from stage 1 on or where ranks hold different experts.
-    Loads are summed over the ranks that route different tokens. Rajbhandari et al. 2020, section 7;
-    there stage 3 gathers twice, so 3 Psi in all.
+    Psi is the parameters of this rank. The loss adds an all-reduce of one float64, and the norm
+    another one where the ranks sum different squares. Rajbhandari et al. 2020, section 7; there
+    stage 3 gathers twice, so 3 Psi in all.
     """
-    replicas, shards = layout.replicas, layout.shards
-    total = ordered_sum(1, replicas, rank)  # the loss
-    total += ordered_sum(layout.loads, replicas, rank)
-    if layout.zero_stage > 0 or layout.expert_sums_apart:
-        total += norm_bytes(layout, 1, shards, rank % shards)
+    total = ordered_sum(1, layout.dp, rank)  # the loss
+    if layout.splits_squares:
+        total += norm_bytes(layout, 1, layout.shards, rank % layout.shards)
     reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
-    for (unit, of_experts), elements in bucket_elements(layout, pp).items():
-        if of_experts:
-            ranks = layout.edp
-            own = rank // layout.ep
-        else:
-            ranks = shards
-            own = rank % shards
-        reduced = wire_bytes(reduce, layout.reduction, elements, layout.reduce_bytes, ranks, own)
-        gathered = wire_bytes("all_gather", "pairwise", elements, layout.itemsize, ranks, own)
-        total += layout.syncs * reduced + gathers(layout, unit) * gathered
-    return total + replica_bytes(layout, rank, pp)
+    for bucket in layout.buckets(dp=rank, pp=pp):
+        place = bucket[0].dp
+        assert place is not None
+        size, ranks, own = place.bucket_size, place.ranks, place.rank
+        reduced = wire_bytes(reduce, layout.reduction, size, layout.reduce_itemsize, ranks, own)
+        gathered = wire_bytes("all_gather", "pairwise", size, layout.itemsize, ranks, own)
+        total += layout.syncs * reduced + gathers(layout, bucket[0].unit) * gathered
+    return total
 
 
-def replica_bytes(layout: StepLayout, rank: int, pp: int) -> int:
-    """Compute what of `dp_bytes` leaves the replica: all-reduces of its chunks.
-
-    These are 2 (Psi/s) (q-1)/q elements.
-    """
-    replica, shard = divmod(rank, layout.shards)
-    total = 0
-    for elements in bucket_elements(layout, pp).values():
-        start, stop = chunk_bounds(elements, layout.shards)[shard]
-        itemsize, ranks = layout.reduce_bytes, layout.zero_replicas
-        total += wire_bytes("all_reduce", layout.reduction, stop - start, itemsize, ranks, replica)
-    return layout.syncs * total
-
-
-def cp_bytes(layout: StepLayout, pp: int) -> int:
-    """Compute what attention sends over cp: per microbatch and layer, with u = B T/c tokens,
-
-        ring         2(c-1) u h_kv elements   and in backward as many, and 2c u h_kv: the gradients make c hops
-        all-gather   2(c-1) u h_kv            and in backward 4(c-1) u h_kv
-        ulysses      2(h + h_kv) u (c-1)/c    and in backward the same
-
-    With recompute forward runs again. Under tensor parallelism a rank has h/t and h_kv/t columns.
-    """
-    h = layout.model.n_embd // layout.tp
-    kv_heads = layout.model.n_kv_head // layout.tp
-    h_kv = kv_heads * (layout.model.n_embd // layout.model.n_head)
-    moved, summed = cp_elements(layout.context_parallel, layout.cp, layout.tokens, h, h_kv)
-    passes = 3 if layout.recompute else 2
-    each = passes * moved * layout.itemsize + summed * layout.reduce_bytes
-    return layout.microbatches * layout.blocks(pp) * each
-
-
-def cp_elements(method: str, c: int, u: int, h: int, h_kv: int) -> tuple[int, int]:
-    """Count a layer's elements of `cp_bytes` in a microbatch: (moved in each pass, gradients)."""
-    if method == "ulysses" or c == 1:
-        return 2 * (h + h_kv) * u * (c - 1) // c, 0
-    hops = c if method == "ring" else c - 1
-    return 2 * (c - 1) * u * h_kv, 2 * hops * u * h_kv
-
-
-def load_bytes(layout: StepLayout, ranks: int, rank: int, pp: int) -> int:
-    """Compute what the auxiliary loss sends over ranks that share samples: all loads of each layer and microbatch."""
-    if not layout.aux_loss:
-        return 0
-    counts = layout.samples * layout.model.num_local_experts
-    each = ordered_sum(counts, ranks, rank)
-    return layout.microbatches * layout.blocks(pp) * each
+def norm_chunks(layout: StepLayout) -> int:
+    """Count the chunks whose squares a rank sums: its own, or those of all ranks of dp."""
+    return 1 if layout.splits_squares else layout.dp
 
 
 def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
@@ -196,8 +123,8 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     all-gather and a reduce-scatter replace each of them, with the same bytes (Korthikanti et al.
     2022, section 4.2.2). The loss all-reduces B T maxima and 2 B T sums.
 
-    Per step, each bucket's Partial gradients are all-reduced (a Mixtral's routers; with sequence
-    parallelism norms and row biases too). The norm adds one float64 for each chunk whose squares this rank sums.
+    Per step, each bucket's Partial gradients are all-reduced (with sequence parallelism those of
+    norms and row biases). The norm adds one float64 for each chunk whose squares this rank sums.
     """
     if layout.tp == 1:
         return 0
@@ -223,9 +150,10 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         microbatch += all_reduce(layout.tokens, loss_itemsize)
         microbatch += all_reduce(2 * layout.tokens, loss_itemsize)
     microbatch += crossing_bytes(layout, rank, gathers, sums)
-    step = norm_bytes(layout, layout.norm_rows, layout.tp, rank)
-    for elements in bucket_elements(layout, pp, partial=True).values():
-        step += layout.leaf_sums * all_reduce(elements, layout.reduce_bytes)
+    step = norm_bytes(layout, norm_chunks(layout), layout.tp, rank)
+    for bucket in layout.buckets(pp=pp):
+        elements = sum(prod(p.shape) for p in bucket if isinstance(p.tp, Partial))
+        step += layout.partial_syncs * all_reduce(elements, layout.reduce_itemsize)
     return layout.microbatches * microbatch + step
 
 
@@ -236,10 +164,12 @@ def crossing_bytes(layout: StepLayout, rank: int, gathers: int, sums: int) -> in
     """
     n = layout.tokens * layout.model.n_embd
     if not layout.sequence_parallel:
-        return sums * wire_bytes("all_reduce", layout.reduction, n, layout.reduce_bytes, layout.tp, rank)
+        return sums * wire_bytes(
+            "all_reduce", layout.reduction, n, layout.reduce_itemsize, layout.tp, rank
+        )
     # The parts are equal, so all algorithms of a gather send as much.
     gathered = wire_bytes("all_gather", "ring", n, layout.itemsize, layout.tp, rank)
-    summed = wire_bytes("reduce_scatter", layout.reduction, n, layout.reduce_bytes, layout.tp, rank)
+    summed = wire_bytes("reduce_scatter", layout.reduction, n, layout.reduce_itemsize, layout.tp, rank)
     return gathers * gathered + sums * summed
 
 
@@ -271,9 +201,7 @@ def pp_bytes(layout: StepLayout, rank: int) -> int:
         if rank == layout.first:
             total += table * layout.itemsize
         if rank == layout.last:
-            gradients = layout.microbatches if layout.reduction == "tree" else 1
-            total += gradients * table * layout.gradient_bytes
-    total += norm_bytes(layout, 2 * (layout.model.n_layer + 2) * layout.norm_rows, layout.pp, rank)
+            total += layout.partial_syncs * table * layout.reduce_itemsize
+    total += norm_bytes(layout, 2 * (layout.model.n_layer + 2) * norm_chunks(layout), layout.pp, rank)
     total += ordered_sum(1, layout.pp, rank)  # the loss
-    total += ordered_sum(layout.loads, layout.pp, rank)
     return total
