@@ -5,7 +5,7 @@ from __future__ import annotations
 from minipar.bench import bits, collectives, context, machine, pipeline, step
 from minipar.cli import UsageParser
 from minipar.comm.communicator import Communicator
-from minipar.comm.launch import main
+from minipar.comm.launch import launch
 from minipar.errors import UsageError
 
 # The function that adds a benchmark's flags, and the one that every rank runs: its docstring's first line is the help.
@@ -50,4 +50,4 @@ def bench(comm: Communicator) -> None:
 
 
 if __name__ == "__main__":
-    main(bench)
+    launch(bench)

@@ -103,7 +103,7 @@ class ModelClock(Clock):
         """Compute for `seconds`."""
         self._time += seconds
 
-    def compute(self, flops: int) -> None:
+    def compute(self, flops: float) -> None:
         """Take the time of so many operations of a matrix product."""
         self.advance(flops / self.flops_per_second)
 
@@ -132,7 +132,7 @@ class Tracer:
         """
         start = self.clock.now()
         if isinstance(self.clock, ModelClock):
-            self.clock.advance(flops / self.clock.flops_per_second)
+            self.clock.compute(flops)
         try:
             yield
         finally:

@@ -11,7 +11,8 @@ from contextlib import nullcontext
 import numpy as np
 
 from minipar.backend import use_device
-from minipar.comm import Communicator, DeviceMesh, Network, main, save_chrome_trace, start_trace
+from minipar.comm import Communicator, DeviceMesh, Network, save_chrome_trace, start_trace
+from minipar.comm.launch import launch
 from minipar.compare.recorder import Recorder
 from minipar.errors import UsageError, printable
 from minipar.memory import MemoryLedger
@@ -182,4 +183,4 @@ def save_if_due(trainer: Trainer, step: int, signals: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(run)
+    raise SystemExit(launch(run))

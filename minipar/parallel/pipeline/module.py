@@ -114,7 +114,10 @@ class PipelineModule(Module, Owner):
         Every rank gives all of it. UsageError, on every rank, with all differences of names and
         shapes that one rank sees; then nothing changes. All ranks call it.
         """
-        self.mesh.world.agree("; ".join(self._differences(state)))
+        differences = "; ".join(self._differences(state))
+        for text in self.mesh.world.all_gather_bytes(differences.encode()):
+            if text:
+                raise UsageError(text.decode())
         for p in self.parameters():
             placement = placement_of(p)
             whole = from_host(np.ascontiguousarray(state[placement.name], dtype=p.dtype))
