@@ -30,13 +30,10 @@ def bench(comm: Communicator) -> None:
         prog="minipar.bench",
         description="Measure this machine and this project, each next to a baseline in the same run.",
         prints=prints,
-        allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
     for name, (add_flags, run) in SUBCOMMANDS.items():
-        subparser = subparsers.add_parser(
-            name, help=str(run.__doc__).splitlines()[0], prints=prints, allow_abbrev=False
-        )
+        subparser = subparsers.add_parser(name, help=str(run.__doc__).splitlines()[0], prints=prints)
         subparser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
         add_flags(subparser)
         subparser.set_defaults(run=run)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.backend import Array, from_host, to_host, xp
+from minipar.backend import Array, from_host, is_host, to_host, xp
 from minipar.comm.algorithms import ALGORITHMS, bounds_of, chunks, ring_all_gather
 from minipar.comm.clock import Clock, Network
 from minipar.comm.trace import TimedLink, TimedWork
@@ -118,7 +118,7 @@ class Communicator:
         host = _room(array)
         work = self._message("recv", source, tag)
         work.begin(iter([(work.link.irecv(host, source),)]), array)
-        if type(array) is not np.ndarray:
+        if not is_host(array):
             work.then(partial(_copy_back, host, array))
         return work
 
@@ -279,7 +279,7 @@ class Communicator:
         else:
             host[...] = sent
         work.begin(steps, result)
-        if type(result) is not np.ndarray and host is not NOTHING:
+        if not is_host(result) and host is not NOTHING:
             work.then(partial(_copy_back, host, result))
         if not async_op:
             return work.wait()
@@ -317,19 +317,19 @@ def _flat(x: Array) -> np.ndarray:
 
     ValueError for an array of NumPy whose values do not lie one after another.
     """
-    if type(x) is np.ndarray:
+    if is_host(x):
         return x.reshape(-1, copy=False)
     return np.ascontiguousarray(to_host(x)).reshape(-1)
 
 
 def _room(x: Array) -> np.ndarray:
     """Return a flat host array for x's new values: x's own memory, or new memory if x is a device array."""
-    return _flat(x) if type(x) is np.ndarray else np.empty(x.size, x.dtype)
+    return _flat(x) if is_host(x) else np.empty(x.size, x.dtype)
 
 
 def _new(x: Array, size: int) -> Array:
     """Return a new array of `size` elements, on the host or the device, like x."""
-    return np.empty(size, x.dtype) if type(x) is np.ndarray else xp.empty(size, dtype=x.dtype)
+    return np.empty(size, x.dtype) if is_host(x) else xp.empty(size, dtype=x.dtype)
 
 
 def _copy_back(host: np.ndarray, x: Array) -> None:

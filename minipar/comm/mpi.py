@@ -66,12 +66,8 @@ class Job:
 
     def __init__(self) -> None:
         self.comm = MPI.COMM_WORLD.Dup()
-        # A message of each rank, this one included, that it leaves.
+        # A message of each rank, this one included, which it sends when its program is over.
         self.leaving = [self.comm.Irecv([None, 0, BYTE], rank) for rank in range(self.comm.size)]
-
-    def has_left(self, rank: int) -> bool:
-        """Return whether a rank's program is over."""
-        return self.leaving[rank].Test()
 
     def leave(self) -> None:
         """Tell all ranks that this one leaves, and wait until all do: MPI must not end with messages on their way."""
@@ -83,11 +79,9 @@ class Job:
         """Tell the others that this rank ends with an error. Return False if some do not say so in time."""
         barrier = self.comm.Ibarrier()
         deadline = time.monotonic() + FAILED_SECONDS
-        while time.monotonic() < deadline:
-            if barrier.Test():
-                return True
+        while not barrier.Test() and time.monotonic() < deadline:
             time.sleep(LONGEST_SLEEP)
-        return False
+        return barrier.Test()
 
     def abort_with_traceback(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -140,7 +134,7 @@ class MPITransport:
             os.sched_yield()
         else:
             time.sleep(min(FIRST_SLEEP * (1 + (attempt - YIELD_TESTS) // 8), LONGEST_SLEEP))
-        if attempt > LEFT_PAUSES and self.job.has_left(waiting_for.peer):
+        if attempt > LEFT_PAUSES and self.job.leaving[waiting_for.peer].Test():
             raise CommunicationError(f"{waiting_for.describe()}: {has_returned(waiting_for.peer)}")
 
     def group(self, ranks: Sequence[int], name: str) -> "MPITransport":

@@ -9,7 +9,7 @@ message's bytes at its start.
 
 import json
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -87,12 +87,7 @@ class TimedLink(Link):
     def record(self, started: float) -> None:
         """Draw the operation as a slice that ends now."""
         if self.tracer.enabled:
-            arguments = {
-                "op": self.name,
-                "algorithm": self.algorithm,
-                "bytes": self.nbytes,
-                "wait": self.waited,
-            }
+            arguments = {"algorithm": self.algorithm, "bytes": self.nbytes, "wait": self.waited}
             self.tracer.slice(self.track(), self.name, "communication", started, self.time, arguments)
 
     def track(self) -> int:
@@ -138,17 +133,18 @@ class TimedWork(Work):
         self.clock.resume(called)
 
     def test(self) -> bool:
-        """Run as far as possible. An operation that is finished takes its time."""
-        self.asked = self.clock.now()
-        done = super().test()
-        self.clock.resume(max(self.asked, self.link.time) if done else self.asked)
-        return done
+        """Run as far as possible."""
+        return self._timed(super().test)
 
     def wait(self) -> Array:
         """Run to the end, before which the rank does not continue."""
+        return self._timed(super().wait)
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        """Make a call that takes no time itself; an operation that is finished takes its own."""
         self.asked = self.clock.now()
-        result = super().wait()
-        self.clock.resume(max(self.asked, self.link.time))
+        result = call()
+        self.clock.resume(max(self.asked, self.link.time) if self.done else self.asked)
         return result
 
     def call_back(self) -> None:
@@ -218,4 +214,4 @@ def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     if mesh is not None:
         about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
     with open(path, "w") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, file)
+        json.dump({"traceEvents": events, "otherData": about}, file)

@@ -158,9 +158,9 @@ def test_a_region_takes_the_time_of_its_flops():
         with comm.tracer.region("outer"):
             with comm.tracer.region("inner", flops=2.0):
                 pass
-        return comm.clock.now(), [(event["name"], event["dur"], event.get("args")) for event in comm.tracer.events]
+        return comm.clock.now(), [(event["name"], event["dur"], event["args"]) for event in comm.tracer.events]
 
-    expected = [("inner", 0.5e6, {"flops": 2.0}), ("outer", 0.5e6, None)]
+    expected = [("inner", 0.5e6, {"flops": 2.0}), ("outer", 0.5e6, {})]
     assert run_local(1, program, clock="model") == [(0.5, expected)]
 
 
