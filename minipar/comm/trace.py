@@ -8,7 +8,6 @@ message's bytes at its start.
 """
 
 import json
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -116,21 +115,16 @@ class TimedWork(Work):
 
     link: TimedLink
 
-    def __init__(self, link: TimedLink, queue: deque[Work]) -> None:
-        super().__init__(link, queue)
-        self.clock = link.clock
-        self.asked = link.time  # when the caller last tested or waited
-
     def begin(self, steps: Steps, result: Array | None) -> None:
         """Issue the operation. The call itself takes no time; a send is recorded at once."""
         link = self.link
         called = link.time
         if link.name == "send":
-            if not self.clock.logical:
-                link.time = self.clock.now()
+            if not self.comm.clock.logical:
+                link.time = self.comm.clock.now()
             link.record(called)
         super().begin(self._time_message(steps) if link.is_message else self._time(steps), result)
-        self.clock.resume(called)
+        self.comm.clock.resume(called)
 
     def test(self) -> bool:
         """Run as far as possible."""
@@ -142,17 +136,17 @@ class TimedWork(Work):
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         """Make a call that takes no time itself; an operation that is finished takes its own."""
-        self.asked = self.clock.now()
+        self.asked = self.comm.clock.now()  # when the caller last tested or waited
         result = call()
-        self.clock.resume(max(self.asked, self.link.time) if self.done else self.asked)
+        self.comm.clock.resume(max(self.asked, self.link.time) if self.done else self.asked)
         return result
 
     def call_back(self) -> None:
         """Call what `then` was given at the time of the last message, also on a rank that notices it later."""
-        now = self.clock.now()
-        self.clock.resume(self.link.time)
+        now = self.comm.clock.now()
+        self.comm.clock.resume(self.link.time)
         super().call_back()
-        self.clock.resume(now)
+        self.comm.clock.resume(now)
 
     def _time(self, steps: Steps) -> Steps:
         """Yield the same steps, with headers, and take their time.
@@ -160,7 +154,7 @@ class TimedWork(Work):
         Begins when it is the operation's turn.
         """
         link = self.link
-        started = max(link.time, self.comm.end) if self.clock.logical else self.clock.now()
+        started = max(link.time, self.comm.end) if self.comm.clock.logical else self.comm.clock.now()
         link.time = started
         link.port = self.comm.port
         for requests in steps:
