@@ -424,8 +424,9 @@ if rank == 0:
 # first inside each host, then over the hosts, as in $(a_0 + a_1) + (a_2 + a_3)$. These are not the bits of one device
 # that accumulates, nor those of a flat ring. Another number of GPUs per host gives other bits. Problem 5 proves it.
 #
-# `comm.split(color, axis)` makes such groups. Every rank calls it, and gets a communicator of the ranks that passed the
-# same `color`, in rank order. `axis` is a name under which the group's messages are counted.
+# `comm.split_into(groups, axis)` makes such groups. Every rank calls it, and gets two communicators: of its own group,
+# which are neighbours, and of the ranks that have the same place in theirs. `axis` is a name under which the messages
+# inside the groups are counted.
 #
 # ## 3.5 All-to-all, and the order of a sum
 #
@@ -852,7 +853,7 @@ if rank == 0:
 # | --- | --- | --- |
 # | a communicator `comm` | `ProcessGroup` | `ncclComm_t` |
 # | `comm.rank`, `comm.size` | `get_rank(group)`, `get_world_size(group)` | `ncclCommUserRank`, `ncclCommCount` |
-# | `comm.split(color, axis)` | `new_group(ranks)`, `DeviceMesh` | `ncclCommSplit` |
+# | `comm.new_group(ranks, axis)` | `new_group(ranks)`, `DeviceMesh` | `ncclCommSplit` |
 # | `isend`, `irecv`, `exchange` | `isend`, `irecv`, `batch_isend_irecv` | `ncclSend`, `ncclRecv` in a group call |
 # | `all_reduce(x)` | `all_reduce(x)` | `ncclAllReduce` |
 # | `reduce_scatter(x, out)` | `reduce_scatter_tensor(out, x)` | `ncclReduceScatter` |
@@ -888,9 +889,9 @@ if rank == 0:
 #    before.) What does a profiler show on rank 0? (It counts the time that a rank waits in a call as time of that
 #    call.)
 # 5. Build the hierarchical all-reduce of section 3.4 for 8 ranks on 2 hosts, ranks 0 to 3 on the first, from the
-#    library's collectives and `comm.split`. (`all_gather(chunk, out)` puts all chunks into `out`.) How many bytes leave
-#    each host, how many with a flat ring? What are they for 64 ranks on 8 hosts? In which order does your sum add the
-#    eight contributions if both levels use `ordered`? Prove it with random float32 values.
+#    library's collectives and `comm.split_into`. (`all_gather(chunk, out)` puts all chunks into `out`.) How many bytes
+#    leave each host, how many with a flat ring? What are they for 64 ranks on 8 hosts? In which order does your sum add
+#    the eight contributions if both levels use `ordered`? Prove it with random float32 values.
 #
 # **For you.** (a) One rank passes `op="max"` and the others `op="sum"`, to a library that has no tags to compare, such
 # as MPI's own collectives. Sizes and number of messages agree. What would a check by another collective cost? (Hint:
@@ -913,11 +914,10 @@ assert round(15e-6 * 50e9 * (126 - 6) / (6 - 126 / 64) / 1e6, 1) == 22.3  # 2. m
 
 
 def hierarchical_all_reduce(comm, x, g, algorithm="ring"):
-    inside = comm.split(comm.rank // g, "inside")
-    across = comm.split(comm.rank % g, "across")
+    inside, across = comm.split_into(comm.size // g, "inside")
     chunk = across.all_reduce(inside.reduce_scatter(x, algorithm=algorithm), algorithm=algorithm)
     inside.all_gather(chunk, x, algorithm="ring")
-    return x, comm.traffic.bytes("all_reduce", "across")
+    return x, comm.traffic.bytes("all_reduce")
 
 
 def hierarchical_time(comm, nbytes, g):

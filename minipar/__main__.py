@@ -1,27 +1,19 @@
 """The command `minipar`, also as `python -m minipar`: `minipar train ...` is `python -m minipar.train ...`."""
 
-import os
 import runpy
 import sys
+from importlib.util import find_spec
 
-from minipar import __version__
-from minipar.errors import UsageError, error_line, print_line
-from minipar.pictures import full_name
+from minipar.errors import print_line
 
 COMMANDS = {
-    "train": (
-        "minipar.train",
-        "train a GPT, a Llama or a Mixtral; on N ranks: mpirun -n N minipar train ...",
-    ),
-    "plan": ("minipar.plan", "find the fastest layouts of a model on a cluster; needs no MPI"),
-    "generate": ("minipar.generate", "continue a text with a trained model"),
-    "compare": ("minipar.compare", "name the step, parameters and factor by which two runs differ"),
-    "bench": ("minipar.bench", "measure this machine and minipar; most with mpirun -n N"),
-    "visualize": ("visualize", "draw traces, schedules, memory, losses and plans"),
+    "train": "train a GPT, a Llama or a Mixtral; on N ranks: mpirun -n N minipar train ...",
+    "plan": "find the fastest layouts of a model on a cluster; needs no MPI",
+    "generate": "continue a text with a trained model",
+    "compare": "name the step, parameters and factor by which two runs differ",
+    "bench": "measure this machine and minipar; most with mpirun -n N",
+    "visualize": "draw traces, schedules, memory, losses and plans",
 }
-HELP = "usage: minipar COMMAND ...\n\n" + "".join(
-    f"  {name:<11}{what} (python -m {module})\n" for name, (module, what) in COMMANDS.items()
-)
 
 
 def main() -> None:
@@ -31,26 +23,17 @@ def main() -> None:
     """
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
-        module, _ = COMMANDS[name]
-        if name == "visualize":
-            module = full_name(module)
+        # The pictures lie beside minipar in a checkout, and inside it where minipar is installed.
+        module = "visualize" if find_spec(f"minipar.{name}") is None else f"minipar.{name}"
         sys.argv = [f"minipar {name}", *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-        return
-    # MPI has not started here, so the launcher's variable says which rank prints.
-    first = all(
-        os.environ.get(variable, "0") == "0"
-        for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-    )
-    if name in ("-h", "--help", "--version"):
-        text = f"minipar {__version__}\n" if name == "--version" else HELP
-        sys.stdout.write(text if first else "")
-        return
-    if first:
-        print_line(
-            error_line(UsageError(f"minipar {name}: no such command; expected {', '.join(COMMANDS)}"))
-        )
-    sys.exit(2)
+    elif name.startswith("-"):
+        print("usage: minipar COMMAND ...\n")
+        for command, what in COMMANDS.items():
+            print(f"  {command:<11}{what}")
+    else:
+        print_line(f"minipar: error: {name} is no command; expected {', '.join(COMMANDS)}")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

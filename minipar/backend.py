@@ -6,26 +6,21 @@ does the tests' stand-in for it.
 """
 
 import ctypes
-import importlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
-from types import ModuleType
 from typing import Any, TypeVar
 
 import ml_dtypes  # noqa: F401 adds bfloat16 to NumPy
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from minipar.errors import UsageError
-
 Value = TypeVar("Value")
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share an interface, not a type
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-LARGEST_KEPT = 2**30  # bytes of one array
 _thread_pools = cache(
     ThreadpoolController
 )  # finding the libraries takes milliseconds, setting a limit microseconds
@@ -53,12 +48,12 @@ def prepare_process() -> None:
     one_blas_thread()
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # macOS, musl, Windows: there is none
+    except (AttributeError, TypeError):  # macOS, musl, Windows: there is none
         return
     mallopt(M_TRIM_THRESHOLD, -1)  # -1: never
     # Before 2.35 glibc refuses (0) more than half a thread's heap, 32 MiB. Larger arrays are then
     # mapped as before.
-    if not mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT):
+    if not mallopt(M_MMAP_THRESHOLD, 2**30):
         mallopt(M_MMAP_THRESHOLD, 2**25)
 
 
@@ -98,23 +93,13 @@ def setting(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
 
 
 def use_device(device: str, rank: int) -> None:
-    """Choose "cpu" (NumPy) or "cuda" (CuPy, GPU `rank` modulo the host's).
-
-    UsageError if CuPy or a GPU is missing.
-    """
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"--device {device}: expected cpu or cuda")
+    """Choose "cpu" (NumPy) or "cuda" (CuPy, GPU `rank` modulo the host's)."""
     if device == "cpu":
         use(np)
         return
-    try:
-        cupy: ModuleType = importlib.import_module("cupy")
-        count = cupy.cuda.runtime.getDeviceCount()  # CUDA's own error if there is none
-    except Exception as error:
-        raise UsageError(
-            f"--device cuda needs CuPy (pip install 'minipar[gpu]') and a GPU: {error}"
-        ) from None
-    cupy.cuda.Device(rank % count).use()
+    import cupy
+
+    cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
     use(cupy)
 
 
@@ -125,15 +110,9 @@ def is_host(array: Array) -> bool:
 
 def to_host(array: Array) -> np.ndarray:
     """Return the values as a NumPy array: the array itself if it is one, else a copy (`.get()`)."""
-    return array if isinstance(array, np.ndarray) else array.get()
+    return array if is_host(array) else array.get()
 
 
 def from_host(array: np.ndarray) -> Array:
     """Return the values as an array of the current module: the array itself under NumPy, else a copy on the device."""
     return array if xp.module is np else xp.asarray(array)
-
-
-def wait_for_device() -> None:
-    """Wait until the device has done its queued work. NumPy's is done when a call returns."""
-    if hasattr(xp.module, "cuda"):
-        xp.module.cuda.get_current_stream().synchronize()

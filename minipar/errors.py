@@ -15,11 +15,8 @@ class CommunicationError(RuntimeError):
 
 
 def error_line(error: UsageError | MemoryError) -> str:
-    """Format an error as one line.
-
-    Control characters, such as terminal escapes in a path, are shown escaped.
-    """
-    return f"minipar: error: {printable(' '.join(str(error).split())) or 'out of memory'}"
+    """Format an error as one line."""
+    return f"minipar: error: {' '.join(str(error).split()) or 'out of memory'}"
 
 
 def print_line(line: str) -> None:
@@ -28,12 +25,6 @@ def print_line(line: str) -> None:
     print() writes the line's end by itself if PYTHONUNBUFFERED is set, as it is in many containers.
     """
     sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
-
-
-def printable(text: str) -> str:
-    """Escape line breaks and other control characters, so that a path cannot change what a terminal shows."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def check_divides(what: str, size: int, parts: int, why: str) -> None:

@@ -50,11 +50,6 @@ def enter(phase: str, restart: bool = False) -> None:
         ledger.note()
 
 
-def unrecorded() -> "AbstractContextManager[MemoryLedger | None]":
-    """Record nothing of what the code inside the block holds."""
-    return setting(_recording, None)
-
-
 class MemoryLedger:
     """The record of one rank's memory.
 

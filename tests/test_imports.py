@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[1]
 # `__main__`, may import all of them.
 CORE = "errors cli backend memory autograd nn comm parallel"
 ALLOWED = {
-    **dict.fromkeys(("pictures", "errors"), ""),
+    "errors": "",
     "cli": "errors",
-    "__main__": "errors pictures",
+    "__main__": "errors",
     "backend": "errors",
     "memory": "backend",
     "autograd": "errors backend memory",

@@ -195,7 +195,8 @@ def test_recompute_and_stage_3_each_lower_the_peak():
 
 MEASURED = """
 import gc, itertools, json, tracemalloc
-from minipar.comm import DeviceMesh, main
+from minipar.comm import DeviceMesh
+from minipar.comm.launch import launch
 from minipar.memory import MemoryLedger
 from minipar.train.data import load_tokens
 from minipar.train.flags import parse
@@ -221,7 +222,7 @@ def run(comm):
             print(*map(bytes.decode, everyone), sep="\\n", flush=True)
         del trainer
 
-main(run)
+launch(run)
 """
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from matplotlib import rc_context
 
-from minipar.cli import UsageParser, write_json, write_out
-from minipar.errors import UsageError, print_line, printable
+from minipar.cli import UsageParser, write_json
+from minipar.errors import UsageError, print_line
 from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
@@ -24,7 +24,7 @@ from .comparison import plot_comparison, read_comparison
 from .measurements import plot_bench, plot_ledger, plot_loss, read_bench, read_ledger, read_metrics
 from .plan import plot_agreement, plot_plan, read_layouts, read_plan
 from .schedule_file import load_csv, save_csv
-from .style import Picture
+from .style import Picture, printable
 
 MOST = 100_000  # actions in one schedule, of a name or a file: it is checked and simulated in some seconds
 MOST_RANKS = 1024  # of a schedule: a row for each
@@ -33,18 +33,15 @@ FIGURE = "the picture: .png, .svg or .pdf"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw, and return the exit code: 2 when the input is wrong, with one line on standard error.
-
-    A reader of the output that has gone, as in `| head`, is code 2 without a line.
-    """
+    """Draw, and return the exit code: 2 when the input is wrong, with one line on standard error."""
     try:
         options = build_parser().parse_args(argv)
         with rc_context({"text.parse_math": False}):  # a "$" in a name is a "$"
             paths = options.run(options)
-        write_out("".join(f"{printable(path)}\n" for path in paths))
+        for path in paths:
+            print(printable(path))
     except UsageError as error:
-        if not isinstance(error.__context__, BrokenPipeError):
-            print_line(f"visualize: error: {printable(str(error))}")
+        print_line(f"visualize: error: {printable(str(error))}")
         return 2
     return 0
 
@@ -52,11 +49,11 @@ def main(argv: Sequence[str]) -> int:
 def build_parser() -> UsageParser:
     """Build the parser, in which each command's `run` draws and returns the paths it wrote."""
     names = "trace|mesh|loss|traffic|memory|plan|layouts|compare|schedule|gallery"
-    parser = UsageParser(prog="minipar visualize", description="Draw what minipar measured.", allow_abbrev=False)
+    parser = UsageParser(prog="minipar visualize", description="Draw what minipar measured.")
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
 
     def command(name: str, run: Callable[[argparse.Namespace], list[str]], what: str) -> Any:
-        added = commands.add_parser(name, help=what, allow_abbrev=False)
+        added = commands.add_parser(name, help=what)
         added.set_defaults(run=run)
         return added.add_argument
 

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from minipar.errors import UsageError, printable
+from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import PAIR, Durations, Slot, Time, Timeline, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 
@@ -40,7 +40,7 @@ from .boxes import (
 )
 from .message_time import awaited_messages, takes_messages
 from .schedule_file import splits_backward
-from .style import GREY, INK, PAPER, VERMILION, Picture
+from .style import GREY, INK, PAPER, VERMILION, Picture, printable
 from .timeline import time_unit
 
 NAMES = {

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from minipar.errors import UsageError, print_line, printable
+from minipar.errors import UsageError, print_line
 
 # Okabe and Ito's eight colours ("Color Universal Design", 2008), without black.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -134,6 +134,11 @@ def save(figure: Figure, path: str) -> None:
             figure.savefig(path, dpi=150)
     except OSError as error:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
+
+
+def printable(text: str) -> str:
+    """Escape line breaks and other control characters, so that a path cannot change what a terminal shows."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def check_file(path: str, most: float = math.inf, remedy: str = "") -> None:

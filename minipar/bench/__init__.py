@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.cli import write_json, write_out
+from minipar.cli import write_json
 from minipar.comm.communicator import Communicator
 from minipar.plan.report import table
 from minipar.train.flags import count
@@ -57,14 +57,14 @@ def publish(comm: Communicator, rows: Sequence[Mapping[str, Any]], path: str | N
     if comm.rank != 0:
         return
     if path != "-":
-        write_out(_table_of(rows))
+        print(_table_of(rows))
     if path is not None:
         write_json(path, rows)
 
 
 def _table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [[_cell(value) for value in row.values()] for row in rows]
-    return "\n".join(table(list(rows[0]), cells)) + "\n"
+    return "\n".join(table(list(rows[0]), cells))
 
 
 def _cell(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from minipar.bench import bits, collectives, context, machine, pipeline, step
 from minipar.cli import UsageParser
 from minipar.comm.communicator import Communicator
-from minipar.comm.launch import main
+from minipar.comm.launch import launch
 from minipar.errors import UsageError
 
 # The function that adds a benchmark's flags, and the one that every rank runs: its docstring's first line is the help.
@@ -30,13 +30,10 @@ def bench(comm: Communicator) -> None:
         prog="minipar.bench",
         description="Measure this machine and this project, each next to a baseline in the same run.",
         prints=prints,
-        allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
     for name, (add_flags, run) in SUBCOMMANDS.items():
-        subparser = subparsers.add_parser(
-            name, help=str(run.__doc__).splitlines()[0], prints=prints, allow_abbrev=False
-        )
+        subparser = subparsers.add_parser(name, help=str(run.__doc__).splitlines()[0], prints=prints)
         subparser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
         add_flags(subparser)
         subparser.set_defaults(run=run)
@@ -50,4 +47,4 @@ def bench(comm: Communicator) -> None:
 
 
 if __name__ == "__main__":
-    main(bench)
+    launch(bench)

@@ -193,9 +193,11 @@ def measure(comm: Communicator, runs: Sequence[Namespace], repeat: int, network:
     timed = Communicator(comm.transport, clock="cpu", network=network)
     rows = []
     for args in runs:
-        world = timed.split(0 if comm.rank < layout_of(args).gpus else None, "world")
+        gpus = layout_of(args).gpus
+        takes_part = comm.rank < gpus
+        world = timed.new_group(range(gpus) if takes_part else range(gpus, comm.size), "world")
         seconds, ledger = [0.0], MemoryLedger()
-        if world is not None:
+        if takes_part:
             with ledger.recording():
                 trainer = Trainer(args, DeviceMesh(world, args.dp, args.tp, args.pp), random_tokens(args))
                 for step in range(RECORDED):

@@ -8,7 +8,6 @@ from .clock import Network as Network
 from .clock import Tracer as Tracer
 from .clock import WallClock as WallClock
 from .communicator import Communicator as Communicator
-from .launch import main as main
 from .launch import world as world
 from .mesh import DeviceMesh as DeviceMesh
 from .threads import run_local as run_local

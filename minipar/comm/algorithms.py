@@ -14,7 +14,7 @@ float16 loses.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def chunk_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
 
 def bounds_of(counts: Sequence[int] | np.ndarray) -> Bounds:
     """Return (start, stop) of stretches of these lengths, one after another."""
-    return list(pairwise([0, *np.cumsum(counts, dtype=int).tolist()]))
+    return list(pairwise(accumulate(counts, initial=0)))
 
 
 def chunks(x: np.ndarray, p: int, bounds: Bounds | None = None) -> list[np.ndarray]:
@@ -125,19 +125,6 @@ def unfold(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
         yield (link.isend(x, link.rank - 1),)
 
 
-def recursive_doubling_all_gather(link: Link, x: np.ndarray) -> Steps:
-    """Gather as `ring_all_gather` does, in lg p alpha + n(p-1)/p beta when p is a power of two."""
-    _, extras, virtual = virtual_ranks(link.size, link.rank)
-    parts = chunks(x, link.size)
-    if virtual < 0:
-        yield (link.isend(parts[link.rank], link.rank + 1),)
-    elif virtual < extras:
-        yield (link.irecv(parts[link.rank - 1], link.rank - 1),)
-    yield from gather_by_doubling(link, x)
-    if extras:
-        yield from unfold(link, x, x)
-
-
 def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
     """Copy x of `root` to every rank, in place, along a binomial tree. lg p (alpha + n beta)."""
     p = link.size
@@ -154,16 +141,11 @@ def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
 
 
 def pairwise_all_to_all(
-    link: Link,
-    x: np.ndarray,
-    out: np.ndarray,
-    sends: Bounds | None = None,
-    receives: Bounds | None = None,
+    link: Link, x: np.ndarray, out: np.ndarray, sends: Bounds, receives: Bounds
 ) -> Steps:
     """Send chunk j of x to rank j; set out = the chunks sent here, in rank order. (p-1) alpha + n(p-1)/p beta.
 
-    `sends` and `receives` are the chunks of x and of out, if they are not equal. Empty ones are
-    sent, too.
+    `sends` and `receives` are the chunks of x and of out. Empty ones are sent, too.
     """
     p = link.size
     r = link.rank
@@ -197,7 +179,7 @@ def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
     p = link.size
     r = link.rank
     own = chunks(x, p)
-    incoming, outgoing = link.scratch(2 * own[0].size, x.dtype).reshape(2, -1)
+    incoming, outgoing = np.empty((2, own[0].size), x.dtype)
     partial = own[r - 1]  # the sum so far, first this rank's own contribution to its left chunk
     for step in range(p - 1):
         mine = own[(r - step - 2) % p]
@@ -224,7 +206,7 @@ def fold(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     if virtual < 0:
         yield (link.isend(x, link.rank + 1),)
     elif virtual < extras:
-        received = link.scratch(x.size, x.dtype)
+        received = np.empty_like(x)
         yield (link.irecv(received, link.rank - 1),)
         combine(x, received, out=x)
 
@@ -238,7 +220,7 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
     q, extras, virtual = virtual_ranks(link.size, link.rank)
     if extras:
         yield from fold(link, x, combine)
-    received = link.scratch(x.size, x.dtype)
+    received = np.empty_like(x)
     distance = 1
     while virtual >= 0 and distance < q:
         partner = real_rank(virtual ^ distance, extras)
@@ -275,7 +257,7 @@ def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
             kept = x[cut:stop]
             sent = x[start:cut]
             first = middle
-        received = link.scratch(x.size, x.dtype)[: kept.size]
+        received = np.empty_like(kept)
         yield link.isend(sent, partner), link.irecv(received, partner)
         combine(kept, received, out=kept)
 
@@ -313,7 +295,7 @@ def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: 
     p = link.size
     r = link.rank
     parts = chunks(x, p)
-    rows = link.scratch(p * parts[r].size, x.dtype).reshape(p, parts[r].size)
+    rows = np.empty((p, parts[r].size), x.dtype)
     contributions = list(rows)
     contributions[r] = parts[r]
     receives: dict[int, Request] = {}
@@ -353,11 +335,7 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Steps]]] = {
         "recursive_halving": recursive_halving_reduce_scatter,
         "ordered": ordered_reduce_scatter,
     },
-    "all_gather": {
-        "ring": ring_all_gather,
-        "recursive_doubling": recursive_doubling_all_gather,
-        "pairwise": pairwise_all_gather,
-    },
+    "all_gather": {"ring": ring_all_gather, "pairwise": pairwise_all_gather},
     "all_to_all": {"pairwise": pairwise_all_to_all},
     "broadcast": {"binomial": binomial_broadcast},
     "barrier": {"dissemination": dissemination_barrier},

@@ -103,7 +103,7 @@ class ModelClock(Clock):
         """Compute for `seconds`."""
         self._time += seconds
 
-    def compute(self, flops: int) -> None:
+    def compute(self, flops: float) -> None:
         """Take the time of so many operations of a matrix product."""
         self.advance(flops / self.flops_per_second)
 
@@ -132,7 +132,7 @@ class Tracer:
         """
         start = self.clock.now()
         if isinstance(self.clock, ModelClock):
-            self.clock.advance(flops / self.clock.flops_per_second)
+            self.clock.compute(flops)
         try:
             yield
         finally:
@@ -154,22 +154,15 @@ class Tracer:
         """Record an interval, given in seconds, on a track."""
         start *= MICROSECONDS
         end *= MICROSECONDS
-        event: dict[str, Any] = {"name": name, "cat": category, "ph": "X"}
-        event |= {"ts": start, "dur": end - start, "tid": track}
-        if arguments:
-            event["args"] = arguments
-        self.events.append(event)
+        event = {"name": name, "cat": category, "ph": "X", "ts": start, "dur": end - start}
+        self.events.append(event | {"tid": track, "args": arguments})
 
     def arrow(self, track: int, arrow: str, at: float, nbytes: int | None = None) -> None:
         """Record one end of a message: its start if `nbytes` is given, else its arrival."""
-        event: dict[str, Any]
-        if nbytes is None:
-            event = {"ph": "f", "bp": "e"}
-        else:
-            event = {"ph": "s", "args": {"bytes": nbytes}}
-        event |= {"name": "message", "cat": "message", "id": arrow}
+        event: dict[str, Any] = {"name": "message", "cat": "message", "id": arrow}
         event |= {"ts": at * MICROSECONDS, "tid": track}
-        self.events.append(event)
+        end = {"ph": "f", "bp": "e"} if nbytes is None else {"ph": "s", "args": {"bytes": nbytes}}
+        self.events.append(event | end)
 
     def chrome_events(self, rank: int) -> list[dict[str, Any]]:
         """Return all events, with the names of the process and of its tracks."""

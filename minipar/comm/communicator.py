@@ -11,16 +11,15 @@ from minipar.backend import Array, from_host, is_host, to_host, xp
 from minipar.comm.algorithms import ALGORITHMS, bounds_of, chunks, ring_all_gather
 from minipar.comm.clock import Clock, Network
 from minipar.comm.trace import TimedLink, TimedWork
-from minipar.comm.transport import USER_TAGS, Steps, Transport, to_tag
-from minipar.comm.work import CountedLink, Engine, Work
-from minipar.errors import CommunicationError, UsageError, check_divides
-from minipar.memory import hold
+from minipar.comm.transport import Link, Steps, Transport, to_tag
+from minipar.comm.work import Engine, Work
+from minipar.errors import CommunicationError, check_divides
 
 FEW_STEPS_BELOW = 256 * 1024  # bytes of the whole array
 AUTO = {  # by operation: the algorithm for arrays below that size, and from there on
     "all_reduce": ("recursive_doubling", "ordered"),
     "reduce_scatter": ("recursive_halving", "ordered"),
-    "all_gather": ("recursive_doubling", "pairwise"),
+    "all_gather": ("pairwise", "pairwise"),
     "all_to_all": ("pairwise", "pairwise"),
     "broadcast": ("binomial", "binomial"),
     "barrier": ("dissemination", "dissemination"),
@@ -28,12 +27,14 @@ AUTO = {  # by operation: the algorithm for arrays below that size, and from the
 COMBINE = {"sum": np.add, "max": np.maximum}
 NOTHING = np.empty(0, np.uint8)  # the array of operations that have none, or change none
 
-Counts = tuple[Sequence[int], Sequence[int]] | None
+Counts = (
+    tuple[Sequence[int], Sequence[int]] | None
+)  # what a rank sends to each rank, and receives from it
 Result = Any  # the array, or with async_op the Work whose wait() returns it
 
 
 def choose(op: str, algorithm: str, nbytes: int) -> str:
-    """Return the name of the algorithm to run. UsageError for one that the operation does not have.
+    """Return the name of the algorithm to run.
 
     "auto" is an algorithm of few messages (lg p) below FEW_STEPS_BELOW bytes of the whole array, and
     above it one of few bytes (n(p-1)/p each way) and few waits. Any other name is obeyed at any
@@ -42,8 +43,6 @@ def choose(op: str, algorithm: str, nbytes: int) -> str:
     if algorithm == "auto":
         small, large = AUTO[op]
         return small if nbytes < FEW_STEPS_BELOW else large
-    if algorithm not in ALGORITHMS[op]:
-        raise UsageError(f'{op}: algorithm "{algorithm}": expected auto, {", ".join(ALGORITHMS[op])}')
     return algorithm
 
 
@@ -84,20 +83,12 @@ class Communicator:
         self.traffic = self.engine.traffic
         self.tracer = self.engine.tracer
         self.queue: deque[Work] = deque()  # the collectives that are not finished, the oldest first
+        self.engine.queues.append(self.queue)
         self.operations = 0  # collectives issued
         self.groups = 0  # made of this one
         self.end = 0.0  # when the last operation ended, on a logical clock
         self.port = 0.0  # when its last message had left
         self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
-        self._scratch = np.empty(0, np.uint8)
-
-    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
-        """Return memory for `count` elements, the same for all operations: they run one after the other."""
-        nbytes = count * dtype.itemsize
-        if nbytes > self._scratch.nbytes:
-            self._scratch = np.empty(nbytes, np.uint8)
-            hold("buffers", self._scratch)
-        return self._scratch[:nbytes].view(dtype)
 
     @property
     def chunk_comm(self) -> "Communicator":
@@ -106,19 +97,17 @@ class Communicator:
 
     def progress(self) -> None:
         """Advance outstanding asynchronous work of all this rank's communicators, without waiting."""
-        if self.engine.busy:
-            now = self.clock.now()
-            self.engine.progress()
-            self.clock.resume(now)
+        now = self.clock.now()
+        self.engine.progress()
+        self.clock.resume(now)
 
     def isend(self, array: Array, dest: int, tag: int = 0) -> Work:
         """Start to send a contiguous array, counted as operation "send".
 
         Leave it alone until the Work is done.
         """
-        host = self._flat(array, "send")
         work = self._message("send", dest, tag)
-        work.begin(iter([(work.link.isend(host, dest),)]), None)
+        work.begin(iter([(work.link.isend(_flat(array), dest),)]), None)
         return work
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Work:
@@ -126,19 +115,17 @@ class Communicator:
 
         `wait()` returns it. A message of another size is an error.
         """
-        host = self._room(array, "recv")
+        host = _room(array)
         work = self._message("recv", source, tag)
         work.begin(iter([(work.link.irecv(host, source),)]), array)
-        if type(array) is not np.ndarray:
+        if not is_host(array):
             work.then(partial(_copy_back, host, array))
         return work
 
     def _message(self, name: str, peer: int, tag: int) -> Work:
-        """Return the Work of one message between users."""
+        """Return the Work of one message between users, which has a queue of its own."""
         self._check_rank(name, peer)
-        if not 0 <= tag < USER_TAGS:
-            raise ValueError(f"{self.label}, {name}: tag {tag} is outside 0..{USER_TAGS - 1}")
-        return self._work(name, "", tag, is_message=True)
+        return self._work(name, "", tag, deque())
 
     def _check_rank(self, name: str, rank: int) -> None:
         """Raise ValueError for a rank that the group does not have: -1, or one counted in the whole world."""
@@ -153,7 +140,7 @@ class Communicator:
         Sent per rank: 2n(p-1)/p bytes, n lg p by recursive_doubling. "ordered" adds in rank order,
         as one device does.
         """
-        flat = self._flat(x, "all_reduce") if self.size > 1 else NOTHING
+        flat = _flat(x) if self.size > 1 else NOTHING
         return self._issue("all_reduce", algorithm, (flat, COMBINE[op]), flat, x, async_op)
 
     def reduce_scatter(
@@ -170,9 +157,9 @@ class Communicator:
 
         x has n elements and is not changed. Sent per rank: all of x but one chunk, n(p-1)/p bytes.
         """
-        flat = self._flat(x, "reduce_scatter")
-        out = self._new(x, chunks(flat, self.size)[self.rank].size) if out is None else out
-        host = self._room(out, "reduce_scatter")
+        flat = _flat(x)
+        out = _new(x, chunks(flat, self.size)[self.rank].size) if out is None else out
+        host = _room(out)
         return self._issue("reduce_scatter", algorithm, (flat, host, COMBINE[op]), host, out, async_op)
 
     def all_gather(
@@ -185,9 +172,9 @@ class Communicator:
         Without `out` the chunks must be equal; the result is a new flat array. `chunk` may be its
         own part of `out`. Sent per rank: n(p-1)/p bytes. Return out, or a Work.
         """
-        flat = self._flat(chunk, "all_gather")
-        out = self._new(chunk, self.size * flat.size) if out is None else out
-        host = self._room(out, "all_gather")
+        flat = _flat(chunk)
+        out = _new(chunk, self.size * flat.size) if out is None else out
+        host = _room(out)
         chunks(host, self.size)[self.rank][...] = flat  # copies nothing where the two are the same memory
         return self._issue("all_gather", algorithm, (host,), host, out, async_op)
 
@@ -207,23 +194,17 @@ class Communicator:
         for rank j, and receives[j] from it. Sent per rank: all of x but its own chunk, n(p-1)/p
         bytes if chunks are equal.
         """
-        flat = self._flat(x, "all_to_all")
-        sends = None
-        receives = None
-        size = self.size * chunks(flat, self.size)[self.rank].size
-        if counts is not None:
-            sends = bounds_of(counts[0])
-            receives = bounds_of(counts[1])
-            if sends[-1][1] != flat.size:
-                given = f"counts of {sends[-1][1]} elements, but the array has {flat.size}"
-                raise CommunicationError(f"{self.label}, all_to_all: {given}")
-            size = receives[-1][1]
-        out = self._new(x, size) if out is None else out
-        host = self._room(out, "all_to_all")
-        arguments = (flat, host, sends, receives)
-        # With counts, each rank has its own number of elements.
-        elements = flat.size if counts is None else 0
-        return self._issue("all_to_all", algorithm, arguments, host, out, async_op, elements)
+        flat = _flat(x)
+        if counts is None:
+            sizes = [chunk.size for chunk in chunks(flat, self.size)]
+            counts = (sizes, [sizes[self.rank]] * self.size)
+        sends, receives = map(bounds_of, counts)
+        if sends[-1][1] != flat.size:
+            given = f"counts of {sends[-1][1]} elements, but the array has {flat.size}"
+            raise CommunicationError(f"{self.label}, all_to_all: {given}")
+        out = _new(x, receives[-1][1]) if out is None else out
+        host = _room(out)
+        return self._issue("all_to_all", algorithm, (flat, host, sends, receives), host, out, async_op)
 
     def broadcast(
         self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False
@@ -233,7 +214,7 @@ class Communicator:
         Sent: n bytes per child in a binomial tree, n(p-1) in all.
         """
         self._check_rank("broadcast", root)
-        flat = self._flat(x, "broadcast") if self.size > 1 else NOTHING
+        flat = _flat(x) if self.size > 1 else NOTHING
         return self._issue("broadcast", algorithm, (flat, root), flat, x, async_op)
 
     def barrier(self, algorithm: str = "auto") -> None:
@@ -243,7 +224,7 @@ class Communicator:
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order.
 
-        Operation "control": no clock and no trace sees it. Shorter ones are padded on the way.
+        No clock, no trace and no account sees it. Shorter ones are padded on the way.
         """
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
@@ -253,20 +234,7 @@ class Communicator:
         self._gather(rows.reshape(-1))
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
-    def agree(self, error: str | None = None) -> None:
-        """Raise the lowest rank's error, if any has one, as UsageError on every rank: none waits for a failed one."""
-        for text in self.all_gather_bytes((error or "").encode()):
-            if text:
-                raise UsageError(text.decode())
-
-    def split(self, color: int | None, axis: str) -> "Communicator | None":
-        """Make a group of the ranks that pass the same color, in rank order. Return None for color None."""
-        colors = self.all_gather_bytes(str(color).encode())
-        members = [rank for rank in range(self.size) if colors[rank] == colors[self.rank]]
-        group = self.new_group(members, axis)  # Also for None: every rank must call it as often.
-        return None if color is None else group
-
-    def new_group(self, members: list[int], axis: str) -> "Communicator":
+    def new_group(self, members: Sequence[int], axis: str) -> "Communicator":
         """Make the group of these ranks, this one among them, in this order, without sending anything.
 
         Every rank must call it as often as the others, and each member with the same list.
@@ -285,8 +253,8 @@ class Communicator:
         near = self.size // groups
         place = self.rank % near
         first = self.rank - place
-        inside = self.new_group(list(range(first, first + near)), axis or self.axis)
-        return inside, self.new_group(list(range(place, self.size, near)), self.axis)
+        inside = self.new_group(range(first, first + near), axis or self.axis)
+        return inside, self.new_group(range(place, self.size, near), self.axis)
 
     def _issue(
         self,
@@ -296,7 +264,6 @@ class Communicator:
         host: np.ndarray,
         result: Array | None,
         async_op: bool,
-        elements: int | None = None,
     ) -> Result:
         """Put an operation into the queue. Return its Work, or wait for it and return `result`.
 
@@ -305,59 +272,64 @@ class Communicator:
         """
         sent = arguments[0] if arguments else NOTHING
         algorithm = choose(name, algorithm, sent.nbytes)
-        work = self._work(name, algorithm, self._next_tag(name, sent, elements))
+        work = self._work(name, algorithm, self._next_tag(name, sent), self.queue)
         steps: Steps = iter(())
         if self.size > 1:
             steps = ALGORITHMS[name][algorithm](work.link, *arguments)
         else:
             host[...] = sent
         work.begin(steps, result)
-        if type(result) is not np.ndarray and host is not NOTHING:
+        if not is_host(result) and host is not NOTHING:
             work.then(partial(_copy_back, host, result))
         if not async_op:
             return work.wait()
         work.advance()  # posts the first messages
         return work
 
-    def _next_tag(self, name: str, sent: np.ndarray, elements: int | None = None) -> int:
-        """Return the tag of the next operation."""
+    def _next_tag(self, name: str, sent: np.ndarray) -> int:
+        """Return the tag of the next operation. (To an all-to-all each rank may bring its own number of elements.)"""
         self.operations += 1
-        return to_tag(name, sent.dtype, sent.size if elements is None else elements, self.operations)
+        elements = 0 if name == "all_to_all" else sent.size
+        return to_tag(name, sent.dtype, elements, self.operations)
 
-    def _work(self, name: str, algorithm: str, tag: int, is_message: bool = False) -> Work:
+    def _work(self, name: str, algorithm: str, tag: int, queue: deque[Work]) -> Work:
         """Make the Work of an operation or a message.
 
         It is a TimedWork on a logical clock, or while a trace is recorded.
         """
         if self.clock.logical or self.tracer.enabled:
-            return TimedWork(TimedLink(self, name, algorithm, tag, is_message))
-        return Work(CountedLink(self, name, algorithm, tag), is_message)
+            return TimedWork(TimedLink(self, name, algorithm, tag), queue)
+        return Work(Link(self, name, algorithm, tag), queue)
 
     def _gather(self, x: np.ndarray) -> None:
-        """Gather x on every rank, in place, in an operation that no clock and no trace sees."""
+        """Gather x on every rank, in place, in an operation that no clock, no trace and no account sees."""
         now = self.clock.now()
-        work = Work(CountedLink(self, "control", "ring", self._next_tag("control", NOTHING)))
-        work.begin(ring_all_gather(work.link, x), None)
+        link = Link(self, "control", "ring", self._next_tag("control", NOTHING))
+        link.count = [0, 0]
+        work = Work(link, self.queue)
+        work.begin(ring_all_gather(link, x), None)
         work.wait()
         self.clock.resume(now)
 
-    def _flat(self, x: Array, op: str) -> np.ndarray:
-        """Return the values of x as a flat host array: x's own memory, or a copy of a device array."""
-        if type(x) is np.ndarray:
-            if not x.flags.c_contiguous:
-                raise ValueError(
-                    f"{self.label}, {op}: an array of shape {x.shape} is not contiguous; send a copy"
-                )
-            return x.ravel()  # a view
-        return np.ascontiguousarray(to_host(x)).reshape(-1)
 
-    def _room(self, x: Array, op: str) -> np.ndarray:
-        """Return a flat host array for x's new values: x's own memory, or new memory if x is a device array."""
-        return self._flat(x, op) if type(x) is np.ndarray else np.empty(x.size, x.dtype)
+def _flat(x: Array) -> np.ndarray:
+    """Return the values of x as a flat host array: x's own memory, or a copy of a device array.
 
-    def _new(self, x: Array, size: int) -> Array:
-        """Return a new array of `size` elements, on the host or the device, like x."""
-        return np.empty(size, x.dtype) if is_host(x) else xp.empty(size, dtype=x.dtype)
+    ValueError for an array of NumPy whose values do not lie one after another.
+    """
+    if is_host(x):
+        return x.reshape(-1, copy=False)
+    return np.ascontiguousarray(to_host(x)).reshape(-1)
+
+
+def _room(x: Array) -> np.ndarray:
+    """Return a flat host array for x's new values: x's own memory, or new memory if x is a device array."""
+    return _flat(x) if is_host(x) else np.empty(x.size, x.dtype)
+
+
+def _new(x: Array, size: int) -> Array:
+    """Return a new array of `size` elements, on the host or the device, like x."""
+    return np.empty(size, x.dtype) if is_host(x) else xp.empty(size, dtype=x.dtype)
 
 
 def _copy_back(host: np.ndarray, x: Array) -> None:

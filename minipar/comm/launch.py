@@ -26,19 +26,14 @@ def launch(main: Callable[[Communicator], Value], threads: int | None = None) ->
     0 on some of the ranks: one line, that code. Any other exception: `rank r:` with the traceback, code 1.
     In a notebook, or at Python's prompt, an error is raised as it is.
     """
+    comm = serial()  # until MPI has started, this process is alone
     try:
         if threads is not None:
             return run_local(threads, main)
         comm = world()
-    except (UsageError, MemoryError) as error:
-        if is_interactive():
-            raise
-        print_line(error_line(error))
-        sys.exit(2)
-    try:
         return main(comm)
     except (UsageError, MemoryError) as error:
-        if is_interactive():
+        if hasattr(sys, "ps1"):  # a person types the program
             raise
         end_every_rank(comm, 2, error_line(error))
     except KeyboardInterrupt:
@@ -46,19 +41,8 @@ def launch(main: Callable[[Communicator], Value], threads: int | None = None) ->
     except SystemExit as leaving:
         if leaving.code and fails_alone(comm):
             code = leaving.code if isinstance(leaving.code, int) else 1
-            abort(code, f"minipar: rank {comm.rank} exits with {leaving.code!r}")
+            comm.transport.job.abort(code, f"minipar: rank {comm.rank} exits with {leaving.code!r}")
         raise
-
-
-def is_interactive() -> bool:
-    """Return whether a person types the program: in a notebook, or at Python's prompt."""
-    return hasattr(sys, "ps1")
-
-
-def main(fn: Callable[[Communicator], object]) -> NoReturn:
-    """Run a program with `launch`, then exit with code 0, or with the int that fn returns."""
-    result = launch(fn)
-    sys.exit(result if isinstance(result, int) else 0)
 
 
 def world() -> Communicator:
@@ -79,20 +63,20 @@ def world() -> Communicator:
         comm = Communicator(start())
     except (ImportError, RuntimeError):  # MPI is not installed
         comm = serial()
-    variables = [variable for variable in STARTED if variable in os.environ]
-    if comm.size == 1 and variables and os.environ[variables[0]] != "1":
-        count = os.environ[variables[0]]
-        remedy = f"start with the mpirun that belongs to mpi4py's MPI: mpirun -n {count} python ..."
-        raise UsageError(
-            f"{variables[0]} = {count} processes were started, but MPI sees 1 rank: {remedy}"
-        )
+    for variable in STARTED:
+        count = os.environ.get(variable, "1")
+        if comm.size == 1 and count != "1":
+            remedy = f"start with the mpirun that belongs to mpi4py's MPI: mpirun -n {count} python ..."
+            raise UsageError(
+                f"{variable} = {count} processes were started, but MPI sees 1 rank: {remedy}"
+            )
     return comm
 
 
 def end_every_rank(comm: Communicator, code: int, line: str) -> NoReturn:
     """End the program. If all ranks fail in the same seconds, rank 0 alone prints its line."""
     if fails_alone(comm):
-        abort(code, line)
+        comm.transport.job.abort(code, line)
     if comm.rank == 0:
         print_line(line)
     sys.exit(code)
@@ -100,13 +84,4 @@ def end_every_rank(comm: Communicator, code: int, line: str) -> NoReturn:
 
 def fails_alone(comm: Communicator) -> bool:
     """Return True if other ranks go on while this one fails."""
-    sys.stdout.flush()  # what the program has printed comes before the line of the failure
-    return comm.size > 1 and not comm.transport.notices.every_rank_fails()
-
-
-def abort(code: int, line: str) -> NoReturn:
-    """Print a line and end every rank."""
-    from minipar.comm import mpi
-
-    print_line(line)
-    mpi.abort(code)
+    return comm.size > 1 and not comm.transport.job.every_rank_fails()

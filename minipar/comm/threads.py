@@ -18,7 +18,7 @@ import numpy as np
 from minipar.backend import Value, one_blas_thread
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
-from minipar.comm.transport import USER_TAGS, Link, Message, Request, has_returned
+from minipar.comm.transport import USER_TAGS, Link, Request, has_returned
 from minipar.errors import CommunicationError, print_line
 
 LOOK_SECONDS = 0.05  # between two looks at the clock by a rank that waits; a message wakes it at once
@@ -30,8 +30,8 @@ class _Released(BaseException):
 
 
 @dataclass(eq=False)
-class _Message(Message):
-    """One half of a message, and the request for it."""
+class _Message(Request):
+    """One half of a message."""
 
     array: np.ndarray
     world_rank: int  # whose half it is
@@ -39,8 +39,8 @@ class _Message(Message):
     arrived: tuple[int, int] | None = None  # the bytes and the tag of the send, at a receive that is done
 
     def test(self) -> bool:
-        if self.arrived is not None and self.arrived != (self.nbytes, self.tag):
-            raise self.mismatch(*self.arrived)
+        if self.arrived is not None:
+            self.check(*self.arrived)
         return self.done
 
 
@@ -115,7 +115,7 @@ class ThreadTransport:
     """The ranks of one group of threads. (Its methods' docstrings are in transport.Transport.)"""
 
     launcher = "this process"
-    notices = None  # the threads know at once that every rank waits
+    job = None  # `run_local` ends the threads together
 
     def __init__(self, world: ThreadWorld, ranks: Sequence[int], rank: int, name: str = "world") -> None:
         self.world = world
@@ -125,20 +125,18 @@ class ThreadTransport:
         self.size = len(ranks)
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
-        me, other = self.ranks[self.rank], self.ranks[dest]
-        return self._post((me, other), _Message(owner, "send to", other, array.nbytes, tag, array, me))
+        return self._post("send to", array, dest, tag, owner)
 
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Link) -> Request:
-        me, other = self.ranks[self.rank], self.ranks[source]
-        return self._post(
-            (other, me), _Message(owner, "receive from", other, array.nbytes, tag, array, me)
-        )
+        return self._post("receive from", array, source, tag, owner)
 
-    def _post(self, ends: tuple[int, int], message: _Message) -> Request:
-        """Post a message from rank to rank: a user's is matched by its tag, a collective's by its order."""
-        return self.world.post(
-            (self.name, *ends, message.tag if message.tag < USER_TAGS else -1), message
-        )
+    def _post(self, direction: str, array: np.ndarray, rank: int, tag: int, owner: Link) -> Request:
+        """Post half of a message: a user's is matched by its tag, a collective's by its order."""
+        me = self.ranks[self.rank]
+        peer = self.ranks[rank]
+        ends = (me, peer) if direction == "send to" else (peer, me)
+        key = (self.name, *ends, tag if tag < USER_TAGS else -1)
+        return self.world.post(key, _Message(owner, direction, peer, array.nbytes, tag, array, me))
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
         self.world.pause(self.ranks[self.rank], waiting_for)

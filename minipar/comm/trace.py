@@ -8,20 +8,18 @@ message's bytes at its start.
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from minipar.backend import Array
 from minipar.comm.clock import WallClock
-from minipar.comm.transport import Request, Steps
-from minipar.comm.work import CountedLink, Work
-from minipar.memory import unrecorded
+from minipar.comm.transport import USER_TAGS, Link, Request, Steps
+from minipar.comm.work import Work
 
 
-class TimedLink(CountedLink):
+class TimedLink(Link):
     """A link that takes the time of its messages, and draws them as arrows.
 
     Each arriving message moves the operation to max(now, sender's clock + alpha + beta*bytes). p-1
@@ -29,9 +27,9 @@ class TimedLink(CountedLink):
     ahead of each message: a header of 8 bytes with the same tag, not counted as traffic.
     """
 
-    def __init__(self, comm: Any, name: str, algorithm: str, tag: int, is_message: bool) -> None:
+    def __init__(self, comm: Any, name: str, algorithm: str, tag: int) -> None:
         super().__init__(comm, name, algorithm, tag)
-        self.is_message = is_message
+        self.is_message = tag < USER_TAGS  # a message of the user
         self.clock = comm.clock
         self.tracer = comm.tracer
         self.time = self.clock.now()  # when the operation was issued
@@ -88,12 +86,7 @@ class TimedLink(CountedLink):
     def record(self, started: float) -> None:
         """Draw the operation as a slice that ends now."""
         if self.tracer.enabled:
-            arguments = {
-                "op": self.name,
-                "algorithm": self.algorithm,
-                "bytes": self.nbytes,
-                "wait": self.waited,
-            }
+            arguments = {"algorithm": self.algorithm, "bytes": self.nbytes, "wait": self.waited}
             self.tracer.slice(self.track(), self.name, "communication", started, self.time, arguments)
 
     def track(self) -> int:
@@ -122,37 +115,38 @@ class TimedWork(Work):
 
     link: TimedLink
 
-    def __init__(self, link: TimedLink) -> None:
-        super().__init__(link, link.is_message)
-        self.clock = link.clock
-        self.called = link.time
-        self.asked = link.time  # when the caller last tested or waited
-
     def begin(self, steps: Steps, result: Array | None) -> None:
-        """Issue the operation. The call itself takes no time."""
-        super().begin(self._time_message(steps) if self.is_message else self._time(steps), result)
-        self.clock.resume(self.called)
+        """Issue the operation. The call itself takes no time; a send is recorded at once."""
+        link = self.link
+        called = link.time
+        if link.name == "send":
+            if not self.comm.clock.logical:
+                link.time = self.comm.clock.now()
+            link.record(called)
+        super().begin(self._time_message(steps) if link.is_message else self._time(steps), result)
+        self.comm.clock.resume(called)
 
     def test(self) -> bool:
-        """Run as far as possible. A message that has arrived takes its time."""
-        self.asked = self.clock.now()
-        done = super().test()
-        self.clock.resume(max(self.asked, self.link.time) if self.is_message and done else self.asked)
-        return done
+        """Run as far as possible."""
+        return self._timed(super().test)
 
     def wait(self) -> Array:
         """Run to the end, before which the rank does not continue."""
-        self.asked = self.clock.now()
-        result = super().wait()
-        self.clock.resume(max(self.asked, self.link.time))
+        return self._timed(super().wait)
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        """Make a call that takes no time itself; an operation that is finished takes its own."""
+        self.asked = self.comm.clock.now()  # when the caller last tested or waited
+        result = call()
+        self.comm.clock.resume(max(self.asked, self.link.time) if self.done else self.asked)
         return result
 
     def call_back(self) -> None:
         """Call what `then` was given at the time of the last message, also on a rank that notices it later."""
-        now = self.clock.now()
-        self.clock.resume(self.link.time)
+        now = self.comm.clock.now()
+        self.comm.clock.resume(self.link.time)
         super().call_back()
-        self.clock.resume(now)
+        self.comm.clock.resume(now)
 
     def _time(self, steps: Steps) -> Steps:
         """Yield the same steps, with headers, and take their time.
@@ -160,7 +154,7 @@ class TimedWork(Work):
         Begins when it is the operation's turn.
         """
         link = self.link
-        started = max(self.called, self.comm.end) if self.clock.logical else self.clock.now()
+        started = max(link.time, self.comm.end) if self.comm.clock.logical else self.comm.clock.now()
         link.time = started
         link.port = self.comm.port
         for requests in steps:
@@ -172,19 +166,11 @@ class TimedWork(Work):
         link.record(started)
 
     def _time_message(self, steps: Steps) -> Steps:
-        """Yield a single message.
-
-        A send takes no time and is recorded at once, a receive when it has arrived.
-        """
+        """Yield a single message. A receive takes its time, and is recorded, when it has arrived."""
         link = self.link
-        is_send = link.name == "send"
         requests = next(steps)
-        if is_send:
-            if not self.clock.logical:
-                link.time = self.clock.now()
-            link.record(self.called)
         yield [*requests, *link.headers]
-        if not is_send:
+        if link.name == "recv":
             link.time = self.asked
             link.settle(requests)
             link.record(self.asked)
@@ -201,23 +187,6 @@ def start_trace(comm: Any) -> None:  # a Communicator, which imports this file
         comm.clock.align()
     comm.tracer.events.clear()
     comm.tracer.enabled = True
-
-
-@contextmanager
-def unseen(comm: Any) -> Iterator[None]:
-    """Keep what the block sends, computes and holds out of the trace, the clock, the traffic and the memory ledger."""
-    traced = comm.tracer.enabled
-    counts = comm.traffic.counts
-    now = comm.clock.now()
-    comm.tracer.enabled = False
-    comm.traffic.counts = {}
-    try:
-        with unrecorded():
-            yield
-    finally:
-        comm.tracer.enabled = traced
-        comm.traffic.counts = counts
-        comm.clock.resume(now)
 
 
 def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
@@ -239,4 +208,4 @@ def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     if mesh is not None:
         about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
     with open(path, "w") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, file)
+        json.dump({"traceEvents": events, "otherData": about}, file)

@@ -82,8 +82,7 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
         first = virtual & -distance
         gathered += sum(sizes[first : first + distance])
     rounds = len(_powers(q))
-    given = n  # elements that a resting rank sends
-    returned = n  # elements that it gets back
+    returned = n  # elements that a resting rank gets back
     match op, algorithm:
         case "all_reduce", "recursive_doubling":
             elements = n * rounds
@@ -93,13 +92,10 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
         case "reduce_scatter", "recursive_halving":
             elements = n - sizes[virtual]
             returned = chunks[rank - 1]
-        case "all_gather", "recursive_doubling":
-            elements = gathered
-            given = own
         case _:
             raise ValueError(f"no closed form for {op} {algorithm}")
     if virtual < 0:
-        return 1, given
+        return 1, n
     if virtual < extras:
         return rounds + 1, elements + returned
     return rounds, elements

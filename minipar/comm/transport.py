@@ -1,4 +1,4 @@
-"""The two operations of a rank, isend and irecv, as interfaces that mpi.py and threads.py implement.
+"""The two operations of a rank, isend and irecv, which mpi.py and threads.py implement, and messages under way.
 
 A user's message is received by its tag. A collective's messages are received in the order in which
 they were sent, and their tag says what the sender is doing. The receiver compares it with what it
@@ -44,35 +44,70 @@ def has_returned(rank: int) -> str:
     return f"rank {rank} has returned: did it have fewer batches?"
 
 
-class Request(Protocol):
-    """A send or a receive under way."""
+@dataclass(eq=False)
+class Request:
+    """A send or a receive under way: one rank's half of a message. Each transport adds how it completes."""
 
+    owner: "Link"
+    direction: str  # "send to" or "receive from"
     peer: int  # the world rank that has to act for it
+    nbytes: int
+    tag: int
 
     def test(self) -> bool:
-        """Return True once it is complete, without blocking.
+        """Return whether it is complete, without blocking. After True nobody asks again.
 
-        CommunicationError for a message of another size.
+        CommunicationError for a message of another size or tag.
         """
+        raise NotImplementedError
 
     def describe(self) -> str:
         """Say in words what is being waited for, for the error that ends a wait."""
+        return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.nbytes} bytes, {meaning(self.tag)})"
+
+    def check(self, nbytes: int | str, tag: int) -> None:
+        """Raise CommunicationError if a message of another size (bytes) or tag has come than this receive expects."""
+        if (nbytes, tag) == (self.nbytes, self.tag):
+            return
+        given = f"rank {self.peer} sent {nbytes} bytes ({meaning(tag)})"
+        expected = f"this rank expects {self.nbytes} ({meaning(self.tag)})"
+        rule = "every rank must call the same operations in the same order, with the same shape and dtype"
+        raise CommunicationError(f"{self.owner.title()}: {given}, but {expected}: {rule}")
 
 
 # An algorithm is a generator. It yields the requests that must be done before it continues.
 Steps = Iterator[Iterable[Request]]
 
 
-class Link(Protocol):
-    """An operation as its algorithm sees it: messages to the ranks of its group, all with the operation's tag."""
+class Link:
+    """An operation as its algorithm sees it: messages to the ranks of its group, all with the operation's tag.
 
-    rank: int
-    size: int
+    What it sends is counted as traffic.
+    """
 
-    def isend(self, array: np.ndarray, dest: int) -> Request: ...
-    def irecv(self, array: np.ndarray, source: int) -> Request: ...
-    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray: ...
-    def title(self) -> str: ...
+    def __init__(self, comm: Any, name: str, algorithm: str, tag: int) -> None:
+        self.comm = comm  # a Communicator, whose file imports this one
+        self.name = name
+        self.algorithm = algorithm
+        self.tag = tag
+        self.rank = comm.rank
+        self.size = comm.size
+        self.transport = comm.transport
+        self.count = comm.traffic.counts.setdefault((name, comm.axis), [0, 0])  # [messages, bytes]
+
+    def isend(self, array: np.ndarray, dest: int) -> Request:
+        """Start to send a message, and count it."""
+        self.count[0] += 1
+        self.count[1] += array.nbytes
+        return self.transport.isend(array, dest, self.tag, self)
+
+    def irecv(self, array: np.ndarray, source: int) -> Request:
+        """Start to receive a message."""
+        return self.transport.irecv(array, source, self.tag, self)
+
+    def title(self) -> str:
+        """Name the rank and the operation, for errors: `rank 5 (dp rank 2), all_reduce ring`."""
+        return f"{self.comm.label}, {self.name} {self.algorithm}".rstrip()
 
 
 class Transport(Protocol):
@@ -83,7 +118,7 @@ class Transport(Protocol):
     ranks: list[int]  # the world rank of each member
     name: str  # the same on every member, and no other group's
     launcher: str  # what started the ranks, for error messages: "mpirun", or "this process" for threads
-    notices: Any  # what ranks tell one another outside of operations (mpi.Notices); None between threads
+    job: Any  # what ends all ranks together (mpi.Job); None between threads
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         """Start to send a contiguous host array.
@@ -105,28 +140,3 @@ class Transport(Protocol):
 
         Called by exactly these ranks.
         """
-
-
-@dataclass(eq=False)
-class Message:
-    """One rank's half of a message.
-
-    Each transport adds how it completes, which makes it a Request.
-    """
-
-    owner: Link
-    direction: str  # "send to" or "receive from"
-    peer: int
-    nbytes: int
-    tag: int
-
-    def describe(self) -> str:
-        """Say in words what is being waited for, for the error that ends a wait."""
-        return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.nbytes} bytes, {meaning(self.tag)})"
-
-    def mismatch(self, arrived: int | str, sent_tag: int) -> CommunicationError:
-        """Return the error for a message of another size (bytes) or tag than this receive expects."""
-        given = f"rank {self.peer} sent {arrived} bytes ({meaning(sent_tag)})"
-        expected = f"this rank expects {self.nbytes} ({meaning(self.tag)})"
-        rule = "every rank must call the same operations in the same order, with the same shape and dtype"
-        return CommunicationError(f"{self.owner.title()}: {given}, but {expected}: {rule}")

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from minipar.cli import UsageParser, report, write_json, write_out
+from minipar.cli import UsageParser, report, write_json
 from minipar.compare.causes import CAUSES, Difference
 from minipar.compare.records import Run, read_run, read_step
 from minipar.compare.step_comparison import StepComparison
-from minipar.errors import UsageError, printable
+from minipar.errors import UsageError
 
 MOST = 0.01  # the largest relative difference that rounding explains
 GROWTH = (
@@ -154,12 +154,12 @@ def as_text(finding: Finding) -> str:
         lines += [f"    {cause}" for cause in found.causes]
     if finding.may_be_rounding:
         lines.append(ADVICE)
-    return "".join(f"{printable(line)}\n" for line in lines)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def main(argv: Sequence[str]) -> int:
     """Compare, and return the exit code: 0 equal, 1 different, 2 when the input is wrong, with one line."""
-    parser = UsageParser(prog="python -m minipar.compare", description=__doc__, allow_abbrev=False)
+    parser = UsageParser(prog="python -m minipar.compare", description=__doc__)
     parser.add_argument("a", metavar="A", help="a record, of the run that is right if one is known to be")
     parser.add_argument("b", metavar="B", help="another one")
     bound = "the relative difference that counts as equal, in every step"
@@ -176,7 +176,7 @@ def main(argv: Sequence[str]) -> int:
             # JSON has no Infinity and no NaN, only their texts.
             write_json(options.json, json.loads(values, parse_constant=str))
         if options.json != "-":
-            write_out(as_text(finding))
+            print(as_text(finding), end="")
     except UsageError as error:
         return report(error)
     return 0 if finding.equal else 1

@@ -1,6 +1,5 @@
 """The record of a training of minipar: every step, taken by hand so that gradients are seen before they are clipped."""
 
-from minipar.comm.trace import unseen
 from minipar.compare.record import Record
 from minipar.errors import UsageError
 from minipar.train.trainer import StepResult, Trainer
@@ -27,11 +26,9 @@ class Recorder:
         """Take a step, and write its loss, norm, gradients and updates."""
         trainer = self.trainer
         loss = trainer.gradient(step)
-        with unseen(trainer.mesh.world):
-            gradients = trainer.state_dict(gradients=True)
+        gradients = trainer.state_dict(gradients=True)
         result = trainer.update(step, loss)
-        with unseen(trainer.mesh.world):
-            state = trainer.state_dict()
+        state = trainer.state_dict()
         if self.record is not None:
             self.record.step(step, result.loss, result.grad_norm, gradients, state)
         return result

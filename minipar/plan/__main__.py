@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from minipar.cli import UsageParser, report, write_json, write_out
-from minipar.errors import UsageError, check_divides, printable
+from minipar.cli import UsageParser, report, write_json
+from minipar.errors import UsageError, check_divides
 from minipar.more.context.token_order import METHODS, ORDERS
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.plan.cluster import GPUS, Cluster, Gpu
@@ -53,7 +53,7 @@ stages.__name__ = "list of stages from 0 to 3, such as 0,1,3"
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = UsageParser(prog="python -m minipar.plan", description=__doc__, allow_abbrev=False)
+    parser = UsageParser(prog="python -m minipar.plan", description=__doc__)
     add = parser.add_argument
     what = "or a directory with a config.json of Hugging Face"
     add("--model", required=True, metavar="NAME|DIR", help=f"{', '.join(MODELS)}, {what}")
@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
         if args.json:
             write_json(args.json, as_json(request, result))
         if args.json != "-":
-            write_out(as_text(request, result) + "\n")
+            print(as_text(request, result))
     except UsageError as error:
         return report(error)
     return 0
@@ -174,9 +174,9 @@ def read_request(args: argparse.Namespace) -> Request:
         global_batch=args.global_batch,
         length=args.seq_len,
         space=space,
-        name=printable(args.model),
-        gpu=printable(args.gpu),
-        program=printable(args.program),
+        name=args.model,
+        gpu=args.gpu,
+        program=args.program,
         spread=program.spread,
         evidence=program.evidence,
     )

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from minipar.backend import use_device
-from minipar.comm import Communicator, DeviceMesh, Network, main, save_chrome_trace, start_trace
+from minipar.comm import Communicator, DeviceMesh, Network, save_chrome_trace, start_trace
+from minipar.comm.launch import launch
 from minipar.compare.recorder import Recorder
-from minipar.errors import UsageError, printable
+from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.train import checkpoint
 from minipar.train.data import load_tokens
@@ -153,7 +154,7 @@ def opening(trainer: Trainer) -> str:
     mesh = f"dp {args.dp}, tp {args.tp}, pp {args.pp}, cp {args.cp}, ep {args.ep}, ZeRO stage {args.zero_stage}"
     batch = f"global batch {args.global_batch} x {args.seq_len} tokens, microbatches per replica: {args.microbatches}"
     return (
-        f"minipar: {model} on {len(trainer.batches.tokens.ids):,} tokens of {printable(trainer.batches.tokens.name)}\n"
+        f"minipar: {model} on {len(trainer.batches.tokens.ids):,} tokens of {trainer.batches.tokens.name}\n"
         f"minipar: {mesh}; {batch}; from step {trainer.first_step + 1} on"
     )
 
@@ -200,4 +201,4 @@ def save_if_due(trainer: Trainer, step: int, signals: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(run)
+    raise SystemExit(launch(run))

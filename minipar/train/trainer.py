@@ -11,7 +11,7 @@ import numpy as np
 
 from minipar import memory
 from minipar.autograd import Tensor, flop_counter, no_grad
-from minipar.backend import Array, from_host, wait_for_device, xp
+from minipar.backend import Array, from_host, xp
 from minipar.comm.clock import ModelClock
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError
@@ -126,7 +126,6 @@ class Trainer:
             total_steps=args.steps,
         )
         self.optimizer.step()
-        wait_for_device()
         self.send_tied_weight()
 
     # ---- the gradient of a replica -----------------------------------------------------------------------------------

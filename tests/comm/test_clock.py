@@ -9,7 +9,6 @@ from minipar.comm import DeviceMesh, Network, run_local, start_trace
 from minipar.comm.clock import CpuClock
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import ThreadTransport
-from minipar.errors import UsageError
 
 ALPHA, BETA = 1.0, 0.125  # powers of two: sums of them are exact in binary
 NETWORK = Network(alpha=ALPHA, beta=BETA)
@@ -43,7 +42,6 @@ def test_the_other_algorithms_take_their_formulas(p):
         2 * lg * ALPHA + 2 * halved: lambda c: c.all_reduce(x(), algorithm="recursive_halving"),
         (p - 1) * ALPHA + halved: lambda c: c.reduce_scatter(x(), algorithm="ordered"),
         2 * (p - 1) * ALPHA + 2 * halved: lambda c: c.all_reduce(x(), algorithm="ordered"),
-        lg * ALPHA + halved: lambda c: c.all_gather(np.zeros(16, np.uint8), algorithm="recursive_doubling"),
     }
     for cost, program in costs.items():
         assert model_times(p, program) == [cost] * p
@@ -160,9 +158,9 @@ def test_a_region_takes_the_time_of_its_flops():
         with comm.tracer.region("outer"):
             with comm.tracer.region("inner", flops=2.0):
                 pass
-        return comm.clock.now(), [(event["name"], event["dur"], event.get("args")) for event in comm.tracer.events]
+        return comm.clock.now(), [(event["name"], event["dur"], event["args"]) for event in comm.tracer.events]
 
-    expected = [("inner", 0.5e6, {"flops": 2.0}), ("outer", 0.5e6, None)]
+    expected = [("inner", 0.5e6, {"flops": 2.0}), ("outer", 0.5e6, {})]
     assert run_local(1, program, clock="model") == [(0.5, expected)]
 
 
@@ -187,11 +185,6 @@ def test_the_cpu_clock_counts_neither_sleep_nor_waiting():
     worker, waiter = run_local(2, program, clock="cpu")
     assert 0.1 <= worker < 0.18
     assert worker <= waiter + 0.02 and waiter < 0.18
-
-
-def test_a_network_needs_a_clock_that_prices_messages():
-    with pytest.raises(UsageError, match="cpu and model"):
-        run_local(2, lambda comm: None, network=Network(1e-6, 1e-9))
 
 
 class PollingClock(CpuClock):

@@ -39,7 +39,7 @@ def test_a_mesh_of_some_ranks_knows_their_world_ranks():
     """Messages are priced by world ranks. Groups have names of their own, the same on all of their members."""
 
     def program(comm):
-        mesh = DeviceMesh(comm.split(comm.rank % 2, "half"), tp=2)
+        mesh = DeviceMesh(comm.new_group(range(comm.rank % 2, comm.size, 2), "half"), tp=2)
         axes = [mesh.tp, mesh.dp, DeviceMesh(comm, tp=2).tp, DeviceMesh(comm, tp=2).tp]
         return [(tuple(axis.ranks), axis.name) for axis in axes]
 
@@ -97,14 +97,6 @@ def test_traffic_is_counted_by_operation_and_axis_on_one_account():
     }
     assert total == 4 * 80 + 2 * 120
     assert dp_messages == 4
-
-
-def test_no_color_means_no_communicator():
-    def program(comm):
-        part = comm.split(None if comm.rank == 1 else 0, "pair")
-        return None if part is None else (part.rank, part.ranks, part.axis)
-
-    assert run_local(3, program) == [(0, [0, 2], "pair"), None, (1, [0, 2], "pair")]
 
 
 @pytest.mark.parametrize("ep", [3, 8])

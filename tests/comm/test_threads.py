@@ -83,17 +83,6 @@ def test_a_failed_run_waits_for_ranks_that_still_compute():
     assert sorted(finished) == [1, 2]
 
 
-def test_agree_raises_the_lowest_ranks_error_everywhere():
-    def program(comm):
-        comm.agree()
-        try:
-            comm.agree(f"rank {comm.rank} has no file" if comm.rank in (1, 3) else None)
-        except UsageError as error:
-            return str(error)
-
-    assert run_local(4, program) == ["rank 1 has no file"] * 4
-
-
 # ---- exits -----------------------------------------------------------------------------------------------------------
 
 
@@ -217,20 +206,6 @@ def test_a_message_needs_a_rank_that_exists(peer):
                 operation(np.zeros(3), peer)
 
     run_local(2, program)
-
-
-def test_a_message_has_a_tag_from_0_to_65535():
-    def program(comm):
-        for operation in (comm.isend, comm.irecv):
-            for tag in (-1, 65536):
-                with pytest.raises(ValueError, match=rf"tag {tag} .*0\.\.65535"):
-                    operation(np.zeros(3), 0, tag)
-        received = [comm.irecv(np.zeros(1), 0, tag) for tag in (65535, 0)]
-        for tag in (0, 65535):
-            comm.isend(np.array([float(tag)]), 0, tag)
-        return [work.wait().item() for work in received]
-
-    assert run_local(1, program) == [[65535.0, 0.0]]
 
 
 def test_in_a_notebook_an_error_has_the_users_line(monkeypatch):

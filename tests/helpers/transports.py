@@ -36,7 +36,7 @@ class Wrapped:
     def _wrap(self, inner: Transport) -> None:
         self.inner = inner
         self.rank, self.size, self.ranks = inner.rank, inner.size, inner.ranks
-        self.name, self.launcher, self.notices = inner.name, inner.launcher, inner.notices
+        self.name, self.launcher, self.job = inner.name, inner.launcher, inner.job
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         return self.inner.isend(array, dest, tag, owner)

@@ -1,7 +1,6 @@
 """`python -m minipar.plan`: its numbers add up, its last line trains the fastest plan, and bad input is one line."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -195,13 +194,3 @@ def test_bad_input_is_one_line_and_code_2(given, words, capsys):
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("minipar: error: ") and printed.err.count("\n") == 1
     assert words in printed.err
-
-
-def test_a_full_disk_is_one_line_and_a_closed_pipe_none():
-    command = [sys.executable, "-m", "minipar.plan", *argv(**SMALL), "--top", "1", "--pp", "1"]
-    reader, closed = os.pipe()
-    os.close(reader)
-    for out, lines in ((os.open("/dev/full", os.O_WRONLY), 1), (closed, 0)):
-        run = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
-        os.close(out)
-        assert (run.returncode, run.stderr.count("\n")) == (2, lines)

@@ -64,7 +64,7 @@ def test_combinations_train_as_one_device_and_send_as_said(ranks):
     script = f"""
 import json
 from combinations import check_config, config_of
-from minipar.comm import main
+from minipar.comm.launch import launch
 
 def program(comm):
     found = []
@@ -75,7 +75,7 @@ def program(comm):
     if comm.rank == 0:
         print(json.dumps(found))
 
-main(program)
+launch(program)
 """
     result = run_mpi(ranks, script, timeout=150)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -20,7 +20,7 @@ def run(ranks, program, **env):
 PROGRAM = """
 import os, signal, sys
 import numpy as np
-from minipar.comm import main, world
+from minipar.comm.launch import launch, world
 from minipar.errors import UsageError
 
 def program(comm):
@@ -56,7 +56,7 @@ def check(end, start):
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_rank_that_ends_ends_the_job(end):
-    check(ENDS[end], "main(program)")
+    check(ENDS[end], "launch(program)")
 
 
 @pytest.mark.parametrize("end", WITHOUT_MAIN)
@@ -65,7 +65,7 @@ def test_the_same_in_a_script_that_calls_world(end):
 
 
 def test_a_wait_for_a_frozen_rank_ends_after_the_timeout():
-    program = PROGRAM.format(leaving="os.kill(os.getpid(), signal.SIGSTOP)", start="main(program)")
+    program = PROGRAM.format(leaving="os.kill(os.getpid(), signal.SIGSTOP)", start="launch(program)")
     result = run(3, program, MINIPAR_TIMEOUT="3")
     assert result.returncode == 1 and "receive from rank 2 (" in result.stderr
     assert "nothing for 3 s (MINIPAR_TIMEOUT)" in result.stderr

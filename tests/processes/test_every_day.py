@@ -10,7 +10,7 @@ SECONDS = 60.0
 
 
 def test_collectives_over_mpi_are_numpys_and_mpis_own():
-    result = run_mpi(3, "from minipar.comm import main\nfrom mpi_collectives import program\nmain(program)", SECONDS)
+    result = run_mpi(3, "from minipar import launch\nfrom mpi_collectives import program\nlaunch(program)", SECONDS)
     assert (result.returncode, result.stdout) == (0, "every claim holds\n"), result.stderr
 
 
@@ -38,7 +38,7 @@ def test_a_rank_that_leaves_ends_all_within_10_seconds(leaving, code, words, tmp
     program = f"""
 import os, pathlib, sys
 import numpy as np
-from minipar.comm import main
+from minipar.comm.launch import launch
 
 def program(comm):
     comm.barrier()
@@ -48,7 +48,7 @@ def program(comm):
     comm.all_reduce(np.ones(1000))
     comm.barrier()
 
-main(program)
+launch(program)
 """
     result = run_mpi(8, program, SECONDS)
     assert time.time() - (tmp_path / "left").stat().st_mtime < 10
@@ -57,7 +57,7 @@ main(program)
 
 
 def test_a_usage_error_is_one_line_and_code_2_on_every_rank():
-    result = run_mpi(2, "from minipar.comm import *\nmain(lambda comm: DeviceMesh(comm, dp=2, tp=3))", SECONDS)
+    result = run_mpi(2, "from minipar import *\nlaunch(lambda comm: DeviceMesh(comm, dp=2, tp=3))", SECONDS)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("minipar: error: dp*tp = 2*3 = 6, ") and "mpirun started 2 ranks" in line

@@ -42,12 +42,10 @@ THREADS += "def threads(): return {p['num_threads'] for p in threadpool_info()}\
 STATE = "(dict(os.environ), threads(), sys.excepthook)"
 HOOK = "sys.excepthook is sys.__excepthook__"
 ALONE = {  # a program, variables of its environment, the exit code, and what it prints
-    "without mpirun, one rank": ("main(lambda comm: print(comm.rank, comm.size))", {}, 0, "0 1"),
-    "the int that a program returns": ("main(lambda comm: 3)", {}, 3, ""),
-    "any other value": ("main(lambda comm: 'text')", {}, 0, ""),
+    "without mpirun, one rank": ("launch(lambda comm: print(comm.rank, comm.size))", {}, 0, "0 1"),
     "what launch returns": ("print(launch(lambda comm: comm.size))", {}, 0, "1"),
     "of threads, every rank's": ("print(launch(lambda comm: comm.rank, threads=3))", {}, 0, "[0, 1, 2]"),
-    "one process of torchrun": ("main(lambda comm: print(comm.size))", {"WORLD_SIZE": "1"}, 0, "1"),
+    "one process of torchrun": ("launch(lambda comm: print(comm.size))", {"WORLD_SIZE": "1"}, 0, "1"),
     "one BLAS thread": (f"{THREADS}world(); print(threads())", {}, 0, "{1}"),
     "the user's BLAS threads": (f"{THREADS}world(); print(threads())", {"OPENBLAS_NUM_THREADS": "2"}, 0, "{2}"),
     "BLAS threads after threads": (
@@ -86,13 +84,13 @@ REFUSED = {  # a program, variables of its environment, and what the line of the
         ["dp = 2", "this process started 3"],
     ),
     "no memory on threads": ("def f(c): raise MemoryError('16 GiB')\nlaunch(f, threads=3)", {}, ["16 GiB"]),
-    "torchrun": ("main(print)", {"WORLD_SIZE": "2", "RANK": "0"}, ["WORLD_SIZE = 2", "mpirun -n 2"]),
+    "torchrun": ("launch(print)", {"WORLD_SIZE": "2", "RANK": "0"}, ["WORLD_SIZE = 2", "mpirun -n 2"]),
     "srun": (
-        "main(print)",
+        "launch(print)",
         {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
         ["SLURM_STEP_NUM_TASKS = 4", "mpirun -n 4"],
     ),
-    "ranks that MPI does not see": ("main(print)", {"PMI_SIZE": "4", "PMI_RANK": "0"}, ["PMI_SIZE = 4", "sees 1"]),
+    "ranks that MPI does not see": ("launch(print)", {"PMI_SIZE": "4", "PMI_RANK": "0"}, ["PMI_SIZE = 4", "sees 1"]),
 }
 
 
@@ -107,7 +105,7 @@ def test_a_start_that_cannot_be_is_one_line_and_code_2(name):
 
 def test_ranks_without_mpi_say_so_each():
     """They do not know of one another."""
-    result = run_mpi(2, HEADER + "sys.modules['mpi4py'] = None; main(print)", SECONDS)
+    result = run_mpi(2, HEADER + "sys.modules['mpi4py'] = None; launch(print)", SECONDS)
     (line,) = set(result.stderr.splitlines())
     assert result.returncode == 2 and "2 processes were started, but MPI sees 1 rank" in line
 

@@ -8,7 +8,7 @@ from launcher import run_mpi
 
 @pytest.mark.parametrize("p", [1, 2, 4, 5, 8])
 def test_collectives_over_mpi(p):
-    result = run_mpi(p, "from minipar.comm import main\nfrom mpi_collectives import program\nmain(program)", timeout=90)
+    result = run_mpi(p, "from minipar import launch\nfrom mpi_collectives import program\nlaunch(program)", timeout=90)
     assert (result.returncode, result.stdout) == (0, "every claim holds\n"), result.stderr
 
 

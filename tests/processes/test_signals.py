@@ -14,12 +14,12 @@ LONG = [*TRAIN, "--steps", "1000000"]
 
 RUNNING = """
 import os, pathlib, time
-from minipar.comm import main
+from minipar.comm.launch import launch
 def wait(comm):
     comm.barrier()
     pathlib.Path(os.environ["STARTED"], str(comm.rank)).touch()
     time.sleep(60)
-main(wait)
+launch(wait)
 """
 
 
@@ -61,7 +61,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     script.write_text(f"""
 import sys, time
 from pathlib import Path
-from minipar.comm import main
+from minipar.comm.launch import launch
 from minipar.train import trainer
 from minipar.train.__main__ import run
 
@@ -71,7 +71,7 @@ def endless(self, index):
     time.sleep(100)
 trainer.Trainer.step = endless
 sys.argv[1:] = {[*TRAIN[2:], "--save", str(tmp_path / "run")]!r}
-main(run)
+launch(run)
 """)
     result = interrupt_mpi(3, [str(script)], started.exists, timeout=30, number=signal.SIGTERM, rank=1, times=2)
     assert result.returncode == signal.SIGTERM

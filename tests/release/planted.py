@@ -75,7 +75,7 @@ ROWS = [
     ("warm-up starts from 0", "minipar/nn/optim.py",
      "lr * (step + 1) / (warmup_steps + 1)", "lr * step / (warmup_steps + 1)", "nn/test_optim.py"),
     ("the ring's scratch has the shortest chunk's size", "minipar/comm/algorithms.py",
-     "2 * own[0].size", "2 * own[-1].size", "comm/test_collectives.py"),
+     "(2, own[0].size)", "(2, own[-1].size)", "comm/test_collectives.py"),
     ("gradients keep the loss scale", "minipar/train/scaled_trainer.py",
      "        self.scale.divide(self.ddp.parameters())\n", "", "train/test_overflow.py"),
     ("hooks stay off after no_sync", "minipar/parallel/buckets.py", "self.enabled = previous", "pass",

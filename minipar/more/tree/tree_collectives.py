@@ -11,6 +11,7 @@ from minipar.comm.algorithms import (
     ALGORITHMS,
     Combine,
     bounds_of,
+    chunk_bounds,
     chunks,
     pairwise_all_gather,
     pairwise_all_to_all,
@@ -22,8 +23,8 @@ def tree_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
     """Set out = chunk r of ((x_0 + x_1) + (x_2 + x_3)) + ..., a balanced tree, at the ring's cost."""
     p = link.size
     size = out.size
-    received = link.scratch(p * size, x.dtype)
-    yield from pairwise_all_to_all(link, x, received, receives=bounds_of([size] * p))
+    received = np.empty(p * size, x.dtype)
+    yield from pairwise_all_to_all(link, x, received, chunk_bounds(x.size, p), bounds_of([size] * p))
     rows = received.reshape(p, size)
     distance = 1
     while distance < p:

@@ -35,17 +35,15 @@ class Case:
 
     files    {path: content}, or instead of a content "fifo", "directory", or "-> TARGET" for a symbolic link
     outputs  the files and directories that the command line names for writing
-    stdout   "read", or "full" and "closed": a full disk, and a pipe whose reader has gone
     """
 
     argv: tuple[str, ...]
     files: dict[str, bytes | str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
-    stdout: str = "read"
 
     def __repr__(self) -> str:
         files = {path: content[:1000] for path, content in self.files.items()}
-        return f"Case({self.argv!r:.2000}, {files}, {self.outputs!r:.500}, {self.stdout!r})"
+        return f"Case({self.argv!r:.2000}, {files}, {self.outputs!r:.500})"
 
 
 @dataclass
@@ -143,18 +141,10 @@ def write_files(files: dict[str, bytes | str]) -> None:
 
 
 @contextlib.contextmanager
-def standard_output(kind: str) -> Iterator[io.TextIOWrapper]:
+def standard_output() -> Iterator[io.TextIOWrapper]:
     """Replace standard output for a case, strict as a terminal's is about characters that UTF-8 does not have."""
     saved = sys.stdout
-    if kind == "read":
-        raw: Any = io.BytesIO()
-    elif kind == "full":
-        raw = open("/dev/full", "wb", buffering=0)
-    else:
-        reader, writer = os.pipe()
-        os.close(reader)
-        raw = open(writer, "wb", buffering=0)
-    sys.stdout = io.TextIOWrapper(raw, encoding="utf-8", errors="strict", write_through=True)
+    sys.stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict", write_through=True)
     try:
         yield sys.stdout
     finally:
@@ -169,11 +159,10 @@ def run(command: Callable[[Sequence[str]], Any], case: Case, watch: Watch) -> Ou
     directory = tempfile.mkdtemp(prefix="fuzz-")
     saved = sys.stderr
     sys.stderr = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace", write_through=True)
-    before = set(os.listdir("/proc/self/fd")) if case.stdout != "read" else set()
     try:
         os.chdir(directory)
         write_files(case.files)
-        with standard_output(case.stdout) as out:
+        with standard_output() as out:
             watch.allowed = [os.devnull, *(os.path.abspath(path) for path in case.outputs)]
             watch.outcome = outcome
             start = monotonic()
@@ -191,18 +180,12 @@ def run(command: Callable[[Sequence[str]], Any], case: Case, watch: Watch) -> Ou
                 alarm.stop()
                 watch.outcome = None
             outcome.seconds = monotonic() - start
-            if case.stdout == "read":
-                outcome.out = out.buffer.getvalue().decode(errors="replace")[:20_000]
+            outcome.out = out.buffer.getvalue().decode(errors="replace")[:20_000]
         outcome.err = sys.stderr.buffer.getvalue().decode(errors="replace")[:20_000]
     finally:
         sys.stderr = saved
         os.chdir("/")
         shutil.rmtree(directory, ignore_errors=True)
-        if case.stdout != "read":
-            os.dup2(NOWHERE, 1)
-            for name in set(os.listdir("/proc/self/fd")) - before:  # a command's own, which would end with its process
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
     return outcome
 
 
@@ -217,13 +200,13 @@ def train(argv: Sequence[str]) -> Any:
 
     launch.world = serial
     sys.argv = ["minipar.train", *argv]
-    return launch.main(run)
+    return launch.launch(run)
 
 
 def read(argv: Sequence[str]) -> Any:
     """Read a file as `visualize COMMAND FILE` does, without drawing it: argv is COMMAND, FILE."""
-    from minipar.errors import UsageError, printable
-    from visualize import comparison, measurements, mesh, plan, timeline
+    from minipar.errors import UsageError
+    from visualize import comparison, measurements, mesh, plan, style, timeline
 
     readers: dict[str, Callable[[str], Any]] = {
         "trace": timeline.read_trace,
@@ -238,7 +221,7 @@ def read(argv: Sequence[str]) -> Any:
     try:
         readers[argv[0]](argv[1])
     except UsageError as error:
-        print(f"visualize: error: {printable(str(error))}", file=sys.stderr)
+        print(f"visualize: error: {style.printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -6,7 +6,7 @@ from launcher import ROOT, run_mpi
 ENVIRONMENT = {"MINIPAR_TIMEOUT": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}"}
 
 SCHEDULES = """
-from minipar.comm import main
+from minipar.comm.launch import launch
 from minipar.parallel.pipeline.schedules import make
 from pipeline_cases import execute_rank, one_device
 
@@ -23,7 +23,7 @@ def program(comm):
     if comm.rank == 0:
         print("every claim holds")
 
-main(program)
+launch(program)
 """
 
 ONE_STEP = """
