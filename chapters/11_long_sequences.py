@@ -800,27 +800,28 @@ assert list(caught.values()) == [set(), *(ANSWERS if c > 1 else [set()] * 4)]
 #
 # *Deeper, 15 minutes.*
 #
-# Blockwise attention is `autograd/attention.py`. Its three functions are those of 11.1 to 11.3:
+# Blockwise attention is `more/context/blockwise.py`. Its three functions are those of 11.1 to 11.3:
 
 # %%
-from minipar.autograd import attention
+from minipar.more.context import blockwise
 
 if rank == 0:
-    show_source(attention.merge, attention.attend_backward)
+    show_source(blockwise.merge, blockwise.attend_backward)
 
 
 arrays = (q[None], k[None], v[None])  # one sample: (B, n, g, T, h/a) and (B, n, 1, T, h/a)
 scale = width**-0.5
-library = attention.attend(*arrays, scale)
-gradients = attention.attend_backward(dout[None], *arrays, *library, scale)
+library = blockwise.attend(*arrays, scale)
+gradients = blockwise.attend_backward(dout[None], *arrays, *library, scale)
 for part, alone in zip((library[0], *gradients), (whole, *one_device), strict=True):
     assert relative_difference(part, alone[None]) < 1e-12
 say("the library's attend and attend_backward = ours")
 
 # %% [markdown]
 # What does the library add? Its blocks have 128 queries and up to 1024 keys, sizes that a benchmark chose. Queries of
-# heads that share keys have a dim of their own. It runs on a GPU. A sequence of at most one block of 128 tokens gets
-# the whole table, and so does a model with dropout on the probabilities: its mask is a whole table, too.
+# heads that share keys have a dim of their own. It runs on a GPU. `mp.use_blockwise(model)` gives it to a model, and
+# `minipar.train` does so. A sequence of at most one block of 128 tokens gets the whole table, and so does a model with
+# dropout on the probabilities: its mask is a whole table, too.
 #
 # Context parallelism is `more/context/context_parallel.py`. Backward of the ring is one loop, in which one can read in
 # which order the messages leave:

@@ -17,6 +17,7 @@ from .comm.mesh import DeviceMesh as DeviceMesh
 from .errors import CommunicationError as CommunicationError
 from .errors import UsageError as UsageError
 from .more.casting import CastingComm as CastingComm
+from .more.context.blockwise import use_blockwise as use_blockwise
 from .more.context.context_parallel import context_parallel as context_parallel
 from .more.experts.expert_parallel import expert_parallel as expert_parallel
 from .more.experts.mixtral import Mixtral as Mixtral

@@ -1,29 +1,48 @@
-"""Causal self-attention as one node of the graph: with the whole matrix of scores, or in blocks.
+"""Causal self-attention as one node of the graph, with the whole matrix of scores.
 
-Shapes: B samples, T tokens per sample (S keys where that differs), a heads of d elements, h = a d.
-Keys and values have n heads, each shared by g = a/n consecutive query heads (grouped-query
-attention; Hugging Face's repeat_kv). In this file queries are (B, n, g, T, d), keys and values are
-(B, n, 1, S, d): broadcasting gives each group its keys.
+Shapes: B samples, T tokens per sample, a heads of d elements, h = a d. Keys and values have n
+heads, each shared by g = a/n consecutive query heads (grouped-query attention; Hugging Face's
+repeat_kv). In this file queries are (B, n, g, T, d), keys and values are (B, n, 1, T, d):
+broadcasting gives each group its keys.
 """
 
-import itertools
-from collections.abc import Callable
-
-import numpy as np
 from numpy.typing import DTypeLike
 
-from minipar.autograd.checks import refuse_dropout
-from minipar.autograd.fused import product
-from minipar.autograd.heads import empty_heads, group_heads, join_heads, separate_heads, split_heads
+from minipar.autograd.fused import dropped, product
 from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, xp
 
-# Rows and columns of a block of scores (measured: docs/measurements.md). KEY_BLOCK is a multiple of
-# QUERY_BLOCK: then the diagonal meets only the last block of each row of blocks.
-QUERY_BLOCK = 128
-KEY_BLOCK = 1024
-METHODS = ("auto", "blockwise", "full")
+# ---- heads side by side in packed columns, and as dims of an array: views of the same memory -----
+
+
+def split_heads(qkv: Array, heads: int, kv_heads: int) -> list[Array]:
+    """Return views of packed q, k and v: (B, n, g, T, d) and twice (B, n, 1, T, d).
+
+    qkv is (B, T, (a + 2n) d).
+    """
+    size = qkv.shape[-1] // (heads + 2 * kv_heads)
+    columns = xp.split(qkv, [heads * size, (heads + kv_heads) * size], axis=-1)
+    return [separate_heads(part, kv_heads, size) for part in columns]
+
+
+def separate_heads(x: Array, kv_heads: int, size: int) -> Array:
+    """Return a view of an array (B, T, h) as heads of d = `size` elements: (B, n, g, T, d)."""
+    batch, length, width = x.shape
+    group = width // (kv_heads * size)
+    by_token = x.reshape(batch, length, kv_heads, group, size)
+    return by_token.transpose(0, 2, 3, 1, 4)
+
+
+def join_heads(out: Array) -> Array:
+    """Put heads next to each other: (B, n, g, T, d) -> (B, T, h).
+
+    The inverse of `separate_heads`; a view if the memory is ordered as (B, T, h), as that of
+    `split_heads` and of `empty_like` of it.
+    """
+    batch, kv_heads, group, length, size = out.shape
+    by_token = out.transpose(0, 3, 1, 2, 4)  # (B, T, n, g, d)
+    return by_token.reshape(batch, length, kv_heads * group * size)
 
 
 # ---- the whole matrix ----------------------------------------------------------------------------
@@ -52,8 +71,6 @@ class FullAttention(Function):
         self.heads = heads
         self.kv_heads = kv_heads
         self.probability = probability
-        if keep is not None:
-            keep = group_heads(keep, kv_heads)  # (B, n, g, T, T)
         q, k, v = split_heads(qkv, heads, kv_heads)
         p = product(q, transposed(k))  # the scores: (B, n, g, T, T)
         p *= scale_of(q)
@@ -62,7 +79,9 @@ class FullAttention(Function):
         p -= p.max(axis=-1, keepdims=True)
         xp.exp(p, out=p)
         p /= p.sum(axis=-1, keepdims=True)
-        out = empty_heads(q)
+        if keep is not None:
+            keep = keep.reshape(p.shape)  # (B, a, T, T) -> (B, n, g, T, T)
+        out = xp.empty_like(q)
         product(dropped(p, keep, probability), v, out=out)
         self.save_for_backward(qkv=qkv, p=p, keep=keep, out=out)
         return join_heads(out)
@@ -71,7 +90,7 @@ class FullAttention(Function):
         q, k, v = split_heads(qkv, self.heads, self.kv_heads)
         dqkv = xp.empty_like(qkv)
         dq, dk, dv = split_heads(dqkv, self.heads, self.kv_heads)
-        dout = separate_heads(grad, out)
+        dout = separate_heads(grad, self.kv_heads, q.shape[-1])
         p_dropped = join_rows(dropped(p, keep, self.probability))  # (B, n, 1, g T, T)
         product(transposed(p_dropped), join_rows(dout), out=dv)
         # Softmax: dscores = p (dp - sum_j p dp). The sum equals dout . out, a much smaller product.
@@ -84,13 +103,6 @@ class FullAttention(Function):
         dscores = join_rows(dscores)
         product(transposed(dscores), join_rows(q), out=dk)
         return dqkv, None, None, None, None
-
-
-def dropped(p: Array, keep: Array | None, probability: float) -> Array:
-    """Apply dropout to probabilities, or to their gradient; p itself if `keep` is None."""
-    if keep is None:
-        return p
-    return p * keep * (1 / (1 - probability))
 
 
 def transposed(x: Array) -> Array:
@@ -112,230 +124,19 @@ def row_products(x: Array, y: Array) -> Array:
     return xp.einsum("...d,...d->...", x, y)[..., None]
 
 
-# ---- blocks of the matrix ------------------------------------------------------------------------
-
-
-def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: float,
-    causal: bool = True,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Compute softmax(scale q k^T) v, and the log-sum-exp of each row's scores, (B, n, g, T).
-
-    In blocks, as FlashAttention (Dao et al. 2022, arXiv 2205.14135): memory grows as T + S. If
-    `causal`, q and k are at the same positions and no query sees a later key; otherwise each query
-    sees all keys.
-    """
-    out = empty_heads(q)
-    lse = xp.empty(q.shape[:-1], dtype=q.dtype)
-    mask = above_diagonal(min(QUERY_BLOCK, q.shape[-2]), q.dtype)
-    for heads in heads_at_a_time(k):
-        for rows in blocks(q.shape[-2], QUERY_BLOCK):
-            queries = q[*heads, :, rows] * scale  # (..., g, rows, d)
-            running_sum = xp.zeros((*queries.shape[:-1], 1), dtype=q.dtype)
-            running_max = xp.full_like(running_sum, -xp.inf)
-            # The sum of the values, each times exp(score - running_max).
-            weighted = xp.zeros_like(queries)
-            seen = rows.stop if causal else k.shape[-2]
-            for columns in blocks(seen, KEY_BLOCK):
-                keys = k[*heads, :, columns]
-                values = v[*heads, :, columns]
-                p = product(queries, transposed(keys))  # the scores: (..., g, rows, columns)
-                if causal and columns.stop == rows.stop:
-                    hide_later_keys(p, mask)
-                block_max = p.max(axis=-1, keepdims=True)
-                new_max = xp.maximum(running_max, block_max)
-                p -= new_max
-                xp.exp(p, out=p)
-                # What the blocks before have added up is relative to a smaller maximum.
-                correction = xp.exp(running_max - new_max)
-                running_sum *= correction
-                running_sum += row_sums(p)
-                weighted *= correction
-                weighted += product(p, values)
-                running_max = new_max
-            out[*heads, :, rows] = weighted / running_sum
-            row_lse = running_max + xp.log(running_sum)
-            lse[*heads, :, rows] = row_lse[..., 0]
-    return out, lse
-
-
-def attend_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    scale: float,
-    causal: bool = True,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Compute (dq, dk, dv) of `attend` from its inputs and results; it makes the scores again.
-
-    With `out` and `lse` of more keys than k (`merge`), these are the terms of the keys k.
-    """
-    dq = xp.empty_like(q)
-    dk = xp.empty_like(k)
-    dv = xp.empty_like(v)
-    mask = above_diagonal(min(QUERY_BLOCK, q.shape[-2]), q.dtype)
-    for heads in heads_at_a_time(k):
-        # Each query head's term of the gradients of its keys and values: (..., g, S, d).
-        shape = (*q[heads].shape[:3], *k.shape[-2:])
-        dkeys = xp.zeros(shape, dtype=q.dtype)
-        dvalues = xp.zeros_like(dkeys)
-        for rows in blocks(q.shape[-2], QUERY_BLOCK):
-            queries = q[*heads, :, rows] * scale
-            grad = dout[*heads, :, rows]
-            row_lse = lse[*heads, :, rows, None]
-            delta = row_products(grad, out[*heads, :, rows])
-            dqueries = xp.zeros_like(queries)
-            seen = rows.stop if causal else k.shape[-2]
-            for columns in blocks(seen, KEY_BLOCK):
-                keys = k[*heads, :, columns]
-                values = v[*heads, :, columns]
-                p = product(queries, transposed(keys))
-                if causal and columns.stop == rows.stop:
-                    hide_later_keys(p, mask)
-                p -= row_lse
-                xp.exp(p, out=p)
-                dvalues[..., columns, :] += product(transposed(p), grad)
-                # Softmax: dscores = p (dp - delta), as in FullAttention.
-                dscores = product(grad, transposed(values))
-                dscores -= delta
-                dscores *= p
-                dqueries += product(dscores, keys)
-                dkeys[..., columns, :] += product(transposed(dscores), queries)
-            dqueries *= scale
-            dq[*heads, :, rows] = dqueries
-        dk[heads] = dkeys.sum(axis=-3, keepdims=True)
-        dv[heads] = dvalues.sum(axis=-3, keepdims=True)
-    return dq, dk, dv
-
-
-def blocks(length: int, size: int) -> list[slice]:
-    """Cut `length` rows or columns into blocks of `size`; the last one may be smaller."""
-    starts = range(0, length, size)
-    return [slice(start, min(start + size, length)) for start in starts]
-
-
-def heads_at_a_time(k: Array) -> list[tuple[slice, slice]]:
-    """Return slices of (B, n) to compute one after another.
-
-    On the CPU each is one head of keys, whose blocks stay in caches. A GPU takes all at once.
-    """
-    batch, kv_heads = k.shape[:2]
-    if xp.module is np:
-        return list(itertools.product(blocks(batch, 1), blocks(kv_heads, 1)))
-    return [(slice(0, batch), slice(0, kv_heads))]
-
-
-def hide_later_keys(scores: Array, mask: Array) -> None:
-    """Add the mask of `above_diagonal` to the last columns of a block, where the diagonal is."""
-    rows = scores.shape[-2]
-    scores[..., -rows:] += mask[:rows, :rows]
-
-
-def row_sums(p: Array) -> Array:
-    """Return p.sum(axis=-1, keepdims=True), as a product with ones: in half the time (decisions.md)."""
-    ones = xp.ones((p.shape[-1], 1), dtype=p.dtype)
-    return xp.matmul(p, ones)
-
-
-def merge(out_1: Array, lse_1: Array, out_2: Array, lse_2: Array) -> tuple[Array, Array]:
-    """Merge the results of `attend` for two sets of keys: out (..., T, d) and lse (..., T).
-
-    The shares of both add up to 1 to the last bit. exp(lse_1 - lse) and exp(lse_2 - lse) would miss
-    that by a rounding of lse, which backward multiplies by the size of the scores. A row that sees
-    no key has lse = -inf and out = 0.
-    """
-    lse = xp.logaddexp(lse_1, lse_2)
-    sees_none = lse == -xp.inf  # -inf - -inf would be nan
-    difference = xp.where(sees_none, 0, lse_2)
-    difference -= xp.where(sees_none, 0, lse_1)
-    small = xp.exp(-xp.abs(difference))
-    larger = 1 / (1 + small)
-    smaller = small / (1 + small)
-    share_1 = xp.where(difference > 0, smaller, larger)
-    share_2 = xp.where(difference > 0, larger, smaller)
-    out = out_1 * share_1[..., None]
-    out += out_2 * share_2[..., None]
-    return out, lse
-
-
-# ---- the node ------------------------------------------------------------------------------------
-
-
-class BlockwiseAttention(Function):
-    """Attention by two functions that are called as `attend` and `attend_backward` are.
-
-    It keeps no scores: q, k, v, the result, and one log-sum-exp for each row.
-    """
-
-    def forward(
-        self,
-        qkv: Array,
-        heads: int,
-        kv_heads: int,
-        forward: Callable[..., tuple[Array, ...]],
-        backward: Callable[..., tuple[Array, ...]],
-    ) -> Array:  # fmt: skip
-        self.heads = heads
-        self.kv_heads = kv_heads
-        self.array_backward = backward
-        q, k, v = split_heads(qkv, heads, kv_heads)
-        out, lse = forward(q, k, v, scale_of(q))
-        self.save_for_backward(qkv=qkv, out=out, lse=lse)
-        return join_heads(out)
-
-    def backward(self, grad: Array, qkv: Array, out: Array, lse: Array) -> Gradients:
-        q, k, v = split_heads(qkv, self.heads, self.kv_heads)
-        dout = separate_heads(grad, out)
-        gradients = self.array_backward(dout, q, k, v, out, lse, scale_of(q))
-        dqkv = xp.empty_like(qkv)
-        views = split_heads(dqkv, self.heads, self.kv_heads)
-        for view, gradient in zip(views, gradients, strict=True):
-            view[...] = gradient
-        return dqkv, None, None, None, None
-
-
-# ---- which of the two ----------------------------------------------------------------------------
-
-
-def keeps_scores(method: str, length: int, drops: bool) -> bool:
-    """Return whether `causal_attention` keeps the scores of `length` tokens for backward.
-
-    `drops` says whether probabilities go through dropout.
-    """
-    if method == "auto":
-        return drops or length <= QUERY_BLOCK
-    return method == "full"
-
-
 def causal_attention(
     qkv: Tensor,
     heads: int,
     kv_heads: int | None = None,
     keep: Array | None = None,
     probability: float = 0.0,
-    method: str = "auto",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, h).
 
     qkv (B, T, (a + 2n) d) has the `heads` of q next to the `kv_heads` (None: as many) of k and
-    those of v. With `keep` (B, a, T, T), booleans, the probabilities go through dropout. `method`
-    is one of METHODS: "full" keeps scores and masks, "blockwise" makes scores again in backward,
-    and its memory grows as T; "auto" is full up to one block of tokens, and with dropout. UsageError
-    for dropout in blocks.
+    those of v. With `keep` (B, a, T, T), booleans, the probabilities go through dropout. The scores
+    are kept for backward.
     """
-    if method not in METHODS:
-        raise ValueError(f"attention {method!r}: expected one of {', '.join(METHODS)}")
     if kv_heads is None:
         kv_heads = heads
-    if keeps_scores(method, qkv.shape[1], drops=keep is not None):
-        return FullAttention.apply(qkv, heads, kv_heads, keep, probability)
-    if keep is not None:
-        remedy = "attention='full' or dropout=0"
-        refuse_dropout(f"dropout = {probability}", "attention='blockwise'", remedy)
-    return BlockwiseAttention.apply(qkv, heads, kv_heads, attend, attend_backward)
+    return FullAttention.apply(qkv, heads, kv_heads, keep, probability)

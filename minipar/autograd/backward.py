@@ -10,8 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from minipar.autograd.checks import check_unchanged
 from minipar.autograd.rules import Gradients, LazyGradient
@@ -21,12 +20,9 @@ from minipar.memory import hold
 node_numbers = itertools.count()  # also numbers optimizers' updates, to tell what came first
 
 
-class Leaf(Protocol):
-    """A Tensor that nothing computed, such as a parameter: gradients are added up in it."""
-
-    hooks: list[Callable[[Any], None]]
-
-    def accumulate(self, contribution: Array | LazyGradient) -> None: ...
+# A Tensor (which imports this file) that nothing computed, such as a parameter: gradients are added
+# up in it.
+Leaf = Any
 
 
 class Node:
@@ -42,6 +38,7 @@ class Node:
 
     def __init__(self) -> None:
         self.inputs: tuple[Node | Leaf | None, ...] = ()
+        self.needs: tuple[bool, ...] = ()  # whether each input needs a gradient
         self.saved: dict[str, Any] = {}  # what backward gets besides the gradient, by name
         self.freed = False
 
@@ -61,8 +58,8 @@ def unbroadcast(grad: Array | LazyGradient, shape: tuple[int, ...]) -> Array | L
     if isinstance(grad, LazyGradient) or grad.shape == shape:
         return grad
     grad = grad.sum(axis=tuple(range(grad.ndim - len(shape))))
-    stretched = tuple(i for i, n in enumerate(shape) if n == 1 and grad.shape[i] != 1)
-    return grad.sum(axis=stretched, keepdims=True) if stretched else grad
+    stretched = tuple(i for i, n in enumerate(shape) if n == 1)
+    return grad.sum(axis=stretched, keepdims=True)
 
 
 def run_backward(root: Node, gradient: Array) -> None:
@@ -129,13 +126,12 @@ def add_gradient(gradients: dict[Node, Array], node: Node, result: Array | LazyG
         gradients[node] = result
 
 
-@dataclass
 class BackwardPass:
     """A backward pass that is running, together with the passes inside it (recompute)."""
 
-    # The edges to each leaf that it has not gone through yet.
-    uses: Counter[Leaf] = field(default_factory=Counter)
-    callbacks: list[Callable[[], None]] = field(default_factory=list)  # run at its end
+    def __init__(self) -> None:
+        self.uses: Counter[Leaf] = Counter()  # the edges to each leaf that are still to come
+        self.callbacks: list[Callable[[], None]] = []  # run at its end
 
     def close_use(self, leaf: Leaf, gradient: Array | LazyGradient | None) -> None:
         """Add the gradient of one use of `leaf`; after the last use its gradient is complete and its hooks run."""

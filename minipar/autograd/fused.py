@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
+from itertools import accumulate
 
 from minipar.autograd.checks import IGNORE_INDEX, check_targets
 from minipar.autograd.rules import Gradient, Gradients, LazyGradient, Result
@@ -210,20 +211,14 @@ def gelu(x: Array) -> Result:
 
 @operation
 def _concatenate(*arrays: Array, dim: int) -> Result:
-    axis = dim % arrays[0].ndim
-    before = (slice(None),) * axis
+    ends = list(accumulate(array.shape[dim] for array in arrays))
 
-    def take(start: int, stop: int, g: Array) -> Array:
-        """Return the gradient of the array that is in start:stop of the result."""
-        return g[(*before, slice(start, stop))]
+    def part(i: int, g: Array) -> Array:
+        """Return the gradient of array i."""
+        return xp.split(g, ends[:-1], axis=dim)[i]
 
-    gradients = []
-    start = 0
-    for array in arrays:
-        stop = start + array.shape[axis]
-        gradients.append(partial(take, start, stop))
-        start = stop
-    return xp.concatenate(arrays, axis=axis), *gradients
+    gradients = [partial(part, i) for i in range(len(arrays))]
+    return xp.concatenate(arrays, axis=dim), *gradients
 
 
 def concatenate(tensors: Sequence[Tensor | Array], dim: int = 0) -> Tensor:
@@ -233,12 +228,16 @@ def concatenate(tensors: Sequence[Tensor | Array], dim: int = 0) -> Tensor:
 
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Join tensors of one shape along a new dim. NB: torch.stack."""
-    rows = []
-    for x in tensors:
-        shape = list(x.shape)
-        shape.insert(dim % (x.ndim + 1), 1)
-        rows.append(x.reshape(*shape))
-    return concatenate(rows, dim)
+    at = dim % (tensors[0].ndim + 1)
+    rows = [x.reshape(*x.shape[:at], 1, *x.shape[at:]) for x in tensors]
+    return concatenate(rows, at)
+
+
+def dropped(x: Array, keep: Array | None, probability: float) -> Array:
+    """Apply dropout to values, or to their gradient; x itself if `keep` is None."""
+    if keep is None:
+        return x
+    return x * keep * (1 / (1 - probability))
 
 
 @operation
@@ -247,12 +246,11 @@ def dropout(x: Array, keep: Array, probability: float) -> Result:
 
     Source: Srivastava et al. 2014.
     """
-    scale = 1 / (1 - probability)
 
     def dx(g: Array, keep: Array) -> Array:
-        return g * keep * scale
+        return dropped(g, keep, probability)
 
-    return x * keep * scale, Gradient(dx, keep=keep)
+    return dropped(x, keep, probability), Gradient(dx, keep=keep)
 
 
 class CrossEntropyFunction(Function):

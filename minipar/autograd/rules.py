@@ -40,25 +40,23 @@ Gradients = tuple[Array | LazyGradient | None, ...]  # one for each input, None 
 # ---- elements ------------------------------------------------------------------------------------
 
 
+def same(g: Array) -> Array:
+    """Return g, the gradient of a term."""
+    return g
+
+
 def add(a: Array, b: Array) -> Result:
     """Add element by element."""
-
-    def same(g: Array) -> Array:
-        return g
-
     return a + b, same, same
 
 
 def sub(a: Array, b: Array) -> Result:
     """Subtract element by element."""
 
-    def da(g: Array) -> Array:
-        return g
-
     def db(g: Array) -> Array:
         return -g
 
-    return a - b, da, db
+    return a - b, same, db
 
 
 def mul(a: Array, b: Array) -> Result:
@@ -279,15 +277,6 @@ def transpose(x: Array, *dims: int) -> Result:
         return g.transpose(inverse)
 
     return x.transpose(order), dx
-
-
-def swapaxes(x: Array, dim: int, other: int) -> Result:
-    """Swap two dims."""
-
-    def dx(g: Array) -> Array:
-        return g.swapaxes(dim, other)
-
-    return x.swapaxes(dim, other), dx
 
 
 def getitem(x: Array, index: Any) -> Result:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, ParamSpec, Self
+from typing import Any, NoReturn, ParamSpec, Self
 
 import numpy as np
 
@@ -42,10 +42,6 @@ class Function(Node):
 
     forward: Callable[..., Array]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.needs: tuple[bool, ...] = ()
-
     @classmethod
     def apply(cls, *inputs: Any) -> Tensor:
         """Compute the operation, and record it in the graph."""
@@ -62,10 +58,9 @@ def record(node: Function, inputs: Sequence[Any]) -> Tensor:
         node = wrap(node, inputs)
     enabled = grad_enabled.get()
     node.needs = tuple([enabled and isinstance(x, Tensor) and x.requires_grad for x in inputs])
-    sources = []
-    for x, need in zip(inputs, node.needs, strict=True):
-        sources.append(source_of(x) if need else None)
-    node.inputs = tuple(sources)
+    node.inputs = tuple(
+        [x.node or x if need else None for x, need in zip(inputs, node.needs, strict=True)]
+    )
     arrays = [x.data if isinstance(x, Tensor) else x for x in inputs]
     output = Tensor(node.forward(*arrays))
     hold("activations", output.data, *node.saved.values())
@@ -74,22 +69,6 @@ def record(node: Function, inputs: Sequence[Any]) -> Tensor:
         output.node = node
         output.requires_grad = True
     return output
-
-
-def source_of(x: Tensor) -> Node | Tensor:
-    """Return the node that computed a tensor, or the tensor itself if it is a leaf."""
-    if x.node is None:
-        return x
-    return x.node
-
-
-class InputGradient(NamedTuple):
-    """The function that computes the gradient of one input of an Operation, and what it needs."""
-
-    input: int  # its index
-    function: Callable[..., Any]
-    names: list[str]  # what it gets besides g, by the names in `saved`
-    shape: tuple[int, ...]  # the input's, which may have been broadcast
 
 
 class Operation(Function):
@@ -101,7 +80,8 @@ class Operation(Function):
             options["dim"] = options.pop("axis")  # NumPy's name of a dim
         self.rule = rule
         self.options = options
-        self.gradients: list[InputGradient] = []
+        # By input: the function, the names of what it gets besides g, and the input's shape.
+        self.gradients: dict[int, tuple[Callable[..., Any], list[str], tuple[int, ...]]] = {}
 
     def operation_name(self) -> str:
         return self.rule.__name__.strip("_").capitalize()
@@ -117,14 +97,13 @@ class Operation(Function):
                 continue
             if not isinstance(gradient, Gradient):
                 gradient = Gradient(gradient)
-            names = list(gradient.saved)
-            self.gradients.append(InputGradient(i, gradient.function, names, inputs[i].shape))
+            self.gradients[i] = gradient.function, list(gradient.saved), inputs[i].shape
             self.saved.update(gradient.saved)
         return output
 
     def backward(self, grad: Array, **saved: Any) -> Gradients:
         results: list[Array | None] = [None] * len(self.needs)
-        for i, function, names, shape in self.gradients:
+        for i, (function, names, shape) in self.gradients.items():
             arrays = {name: saved[name] for name in names}
             results[i] = unbroadcast(function(grad, **arrays), shape)
         return tuple(results)
@@ -164,9 +143,6 @@ class Tensor:
     written there, and `grad` is that buffer.
     """
 
-    __slots__ = (
-        "__weakref__", "data", "grad", "grad_buffer", "grad_dtype", "hooks", "node", "requires_grad"
-    )  # fmt: skip
     __array_ufunc__ = None  # `array * tensor` must reach __rmul__, not loop over elements
 
     def __init__(self, data: Array, requires_grad: bool = False) -> None:
@@ -308,8 +284,7 @@ class Tensor:
     sum = operation(rules.sum)
     max = operation(rules.max)
     reshape = operation(rules.reshape)
-    transpose = operation(rules.transpose)
-    swapaxes = operation(rules.swapaxes)
+    transpose = swapaxes = operation(rules.transpose)
 
     @property
     def T(self) -> Tensor:
@@ -338,3 +313,26 @@ class Tensor:
 
     def __rmatmul__(self, other: Array) -> Tensor:
         return Tensor.__matmul__(other, self)
+
+
+relu = Tensor.relu  # functions, as in torch.nn.functional
+softmax = Tensor.softmax
+where = operation(rules.where)
+
+ArrayFunction = Callable[[Array], Array]
+
+
+class Mapping(Function):
+    """The node of `mapping`."""
+
+    def forward(self, x: Array, function: ArrayFunction, adjoint: ArrayFunction) -> Array:
+        self.adjoint = adjoint
+        return function(x)
+
+    def backward(self, grad: Array) -> tuple[Array, None, None]:
+        return self.adjoint(grad), None, None
+
+
+def mapping(x: Tensor | Array, function: ArrayFunction, adjoint: ArrayFunction) -> Tensor:
+    """Apply `function`; backward applies `adjoint`: strategies send there, or start an action."""
+    return Mapping.apply(x, function, adjoint)

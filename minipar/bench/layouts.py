@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd.attention import keeps_scores
 from minipar.bench import largest
 from minipar.bench.costs import Machine, compute_time
 from minipar.bench.pipeline import random_tokens
@@ -18,6 +17,7 @@ from minipar.comm.clock import Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.memory import MemoryLedger
+from minipar.more.context.blockwise import QUERY_BLOCK
 from minipar.more.experts.mixtral import MixtralConfig
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.predicted_memory import OF_DTYPE
@@ -99,7 +99,7 @@ def layout_of(args: Namespace) -> Layout:
         virtual_stages=stages_of(args) // args.pp,
         sequence_parallel=args.sequence_parallel,
         recompute=args.recompute,
-        attention="stored" if keeps_scores("auto", args.seq_len, drops=args.dropout > 0) else "flash",
+        attention="stored" if args.dropout > 0 or args.seq_len <= QUERY_BLOCK else "flash",
         precision=OF_DTYPE.get(args.dtype, PRECISIONS["bf16"]),
         cp=args.cp,
         context_parallel=args.context_parallel,

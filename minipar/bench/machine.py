@@ -23,6 +23,7 @@ from minipar.comm.clock import Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import serial
 from minipar.errors import UsageError
+from minipar.more.context.blockwise import use_blockwise
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.optim import AdamW
 from minipar.parallel.grad_norm import clip_grad_norm
@@ -216,7 +217,7 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
 
 def _build(shape: Shape) -> tuple[GPT, Any]:
     config = GPTConfig(shape.vocab_size, shape.seq_len, shape.hidden, BLOCKS, shape.heads)
-    model = GPT(config)
+    model = use_blockwise(GPT(config))
     if shape.tp == 1:
         return model, shard(model, serial(), 0)
     group: Any = LocalGroup(shape.tp)

@@ -21,6 +21,7 @@ from minipar.bench import add_sizes, largest, publish
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import serial
 from minipar.errors import UsageError
+from minipar.more.context.blockwise import use_blockwise
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.optim import AdamW
 from minipar.parallel.ddp import DistributedDataParallel
@@ -36,12 +37,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, layers=4, hidden=256, heads=8, seq_len=128, batch=8, repeat=11)
 
 
-def config_of(args: argparse.Namespace) -> GPTConfig:
-    """Return the model of these flags. UsageError if it cannot be."""
+def model_of(args: argparse.Namespace) -> GPT:
+    """Make the model of these flags, as minipar.train makes it. UsageError if it cannot be."""
     try:
-        return GPTConfig(VOCABULARY, args.seq_len, args.hidden, args.layers, args.heads)
+        config = GPTConfig(VOCABULARY, args.seq_len, args.hidden, args.layers, args.heads)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    return use_blockwise(GPT(config))
 
 
 def random_batch(args: argparse.Namespace, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -88,7 +90,7 @@ def measure(comm: Communicator, steps: list[Callable[[], float]], repeat: int) -
 def run_step(comm: Communicator, args: argparse.Namespace) -> None:
     """Measure a whole step, forward, backward and AdamW, next to PyTorch's."""
     inputs, targets = random_batch(args, seed=0)
-    model = GPT(config_of(args))
+    model = model_of(args)
     theirs = torch_step(model, inputs, targets)
     ours = training_step(DistributedDataParallel(model, serial()), inputs, targets)
     seconds, torch_seconds = measure(comm, [ours, theirs], args.repeat)[:, 0].tolist()
@@ -148,7 +150,7 @@ def torch_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[
 def run_zero(comm: Communicator, args: argparse.Namespace) -> None:
     """Measure a data-parallel step at each ZeRO stage, next to stage 0."""
     inputs, targets = random_batch(args, seed=comm.rank)
-    wrappers = [shard(GPT(config_of(args)), comm, stage) for stage in range(4)]
+    wrappers = [shard(model_of(args), comm, stage) for stage in range(4)]
     steps = [training_step(wrapper, inputs, targets) for wrapper in wrappers]
     seconds = [largest(comm, wall) for wall in measure(comm, steps, args.repeat)[:, 0]]
     rows = []
@@ -165,7 +167,7 @@ def run_overlap(comm: Communicator, args: argparse.Namespace) -> None:
     wall time over that. A step without synchronization gives s; cpu_seconds is the sum of its medians over the ranks.
     """
     inputs, targets = random_batch(args, seed=comm.rank)
-    wrappers = [DistributedDataParallel(GPT(config_of(args)), each) for each in (serial(), comm)]
+    wrappers = [DistributedDataParallel(model_of(args), each) for each in (serial(), comm)]
     steps = [training_step(wrapper, inputs, targets) for wrapper in wrappers]
     (_, cpu), (wall, _) = measure(comm, steps, args.repeat)
     cpu_seconds = float(comm.all_reduce(np.array([cpu]))[0])

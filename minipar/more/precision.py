@@ -13,10 +13,10 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from minipar.autograd.mapping import Mapping as MappingFunction
 from minipar.autograd.recompute import CheckpointFunction
 from minipar.autograd.rules import Gradients, LazyGradient
 from minipar.autograd.tensor import Function, Tensor, node_wrappers
+from minipar.autograd.tensor import Mapping as MappingFunction
 from minipar.backend import Array, xp
 from minipar.memory import hold
 from minipar.nn.optim import AdamW

@@ -28,11 +28,6 @@ class Parameter(Tensor):
     too they stay apart until the step.
     """
 
-    __slots__ = (
-        "changed_at", "changed_values", "decays", "drawn_by", "owners", "placement", "ties",
-        "used_gradient",
-    )  # fmt: skip
-
     def __init__(self, data: Array) -> None:
         super().__init__(data, requires_grad=True)
         if self.dtype.itemsize == 2 and not node_wrappers:

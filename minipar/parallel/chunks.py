@@ -6,8 +6,7 @@ A chunk holds shards of parameters. The optimizer updates these shards.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minipar.autograd.mapping import mapping
-from minipar.autograd.tensor import Tensor
+from minipar.autograd.tensor import Tensor, mapping
 from minipar.backend import Array
 from minipar.comm.work import Work
 from minipar.memory import allocate

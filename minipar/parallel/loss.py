@@ -5,8 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from minipar.autograd.backward import queue_callback
-from minipar.autograd.mapping import mapping
-from minipar.autograd.tensor import Tensor
+from minipar.autograd.tensor import Tensor, mapping
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 

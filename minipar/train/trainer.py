@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from minipar.backend import Array, from_host, xp
 from minipar.comm.clock import ModelClock
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError
+from minipar.more.context.blockwise import use_blockwise
 from minipar.more.experts.mixtral import scale_auxiliary_loss
 from minipar.more.precision import MixedPrecisionAdamW, enable_two_bytes
 from minipar.nn.gpt import LanguageModel
@@ -45,8 +46,8 @@ def make_model(args: Namespace) -> LanguageModel:
     if args.dropout:
         options["dropout"] = args.dropout
     if args.init_from is not None:
-        return load_pretrained(args.init_from, **options)
-    return args.shape.build(seed=args.seed, **options)
+        return use_blockwise(load_pretrained(args.init_from, **options))
+    return use_blockwise(args.shape.build(seed=args.seed, **options))
 
 
 class Trainer:
@@ -56,6 +57,7 @@ class Trainer:
     """
 
     loss_order = "ordered"  # the order of the sum over replicas
+    clip: Callable[..., float] = staticmethod(clip_grad_norm)  # the sums in the norm
 
     def __init__(self, args: Namespace, mesh: DeviceMesh, tokens: Tokens) -> None:
         self.args = args
@@ -200,7 +202,7 @@ class Trainer:
     def clip_grad_norm(self, max_norm: float | None) -> float:
         """Return the norm of the whole gradient, and scale a gradient of a larger norm down to `max_norm`."""
         mesh = self.mesh
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.comm, mesh.tp, mesh.pp)
+        return self.clip(self.ddp.parameters(), max_norm, self.ddp.comm, mesh.tp, mesh.pp)
 
     def handle_not_finite(self, step: int, loss: float, norm: float) -> None:
         """Raise UsageError on every rank; it names the first rank and parameter whose gradient is not finite."""

@@ -37,6 +37,7 @@ class TreeTrainer(Trainer):
     """A trainer whose microbatches' gradients and losses are the leaves of trees."""
 
     loss_order = "tree"
+    clip = staticmethod(exact_norm.clip_exact_norm)
 
     def __init__(self, args: Namespace, mesh: DeviceMesh, tokens: Tokens) -> None:
         super().__init__(args, mesh, tokens)
@@ -56,8 +57,3 @@ class TreeTrainer(Trainer):
 
     def after_action(self, action: Action) -> None:
         self.leaves.take(action.microbatch)
-
-    def clip_grad_norm(self, max_norm: float | None) -> float:
-        mesh = self.mesh
-        parameters = self.ddp.parameters()
-        return exact_norm.clip_exact_norm(parameters, max_norm, self.ddp.comm, mesh.tp, mesh.pp)

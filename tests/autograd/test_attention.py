@@ -5,14 +5,21 @@ import tracemalloc
 import numpy as np
 import pytest
 import strict_array
-from training import using, with_attention
+from training import in_blocks, using
 
 from minipar.autograd import Tensor, causal_attention, flop_counter
-from minipar.autograd import attention as module
-from minipar.autograd.attention import KEY_BLOCK, QUERY_BLOCK, attend, attend_backward, merge
 from minipar.autograd.gradcheck import gradcheck
-from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
+from minipar.more.context import blockwise as module
+from minipar.more.context.blockwise import (
+    KEY_BLOCK,
+    QUERY_BLOCK,
+    attend,
+    attend_backward,
+    blockwise_attention,
+    merge,
+    use_blockwise,
+)
 from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, dropping
 
 RANDOM = np.random.Generator(np.random.Philox(35))
@@ -30,10 +37,13 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(module, "KEY_BLOCK", 8)
 
 
+METHODS = {"full": causal_attention, "blockwise": in_blocks}
+
+
 def run(qkv, weights, *arguments, method):
     """Return the output, and the gradient of its sum with these weights."""
     x = Tensor(qkv.copy(), requires_grad=True)
-    y = causal_attention(x, *arguments, method=method)
+    y = method(x, *arguments)
     y.backward(weights)
     return y.data, x.grad
 
@@ -58,7 +68,7 @@ def problem(length, keys, heads, kv_heads, dim=3):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_blocks_equal_the_whole_matrix(small_blocks, length, heads, kv_heads):
     qkv, weights = normal(2, length, (heads + 2 * kv_heads) * 3), normal(2, length, heads * 3)
-    results = [run(qkv, weights, heads, kv_heads, method=method) for method in ("full", "blockwise")]
+    results = [run(qkv, weights, heads, kv_heads, method=method) for method in METHODS.values()]
     for full, blocks in zip(*results, strict=True):
         np.testing.assert_allclose(blocks, full, rtol=1e-12, atol=1e-13)
 
@@ -66,7 +76,7 @@ def test_blocks_equal_the_whole_matrix(small_blocks, length, heads, kv_heads):
 @pytest.mark.parametrize("length", [QUERY_BLOCK + 1, KEY_BLOCK + QUERY_BLOCK - 1, 2 * KEY_BLOCK])
 def test_blocks_of_their_own_size_equal_the_whole_matrix(length):
     qkv, weights = normal(1, length, 16), normal(1, length, 8)
-    results = [run(qkv, weights, 2, 1, method=method) for method in ("full", "blockwise")]
+    results = [run(qkv, weights, 2, 1, method=method) for method in (causal_attention, blockwise_attention)]
     for full, blocks in zip(*results, strict=True):
         np.testing.assert_allclose(blocks, full, rtol=1e-12, atol=1e-13)
 
@@ -76,8 +86,7 @@ def test_blocks_of_their_own_size_equal_the_whole_matrix(length):
 def test_gradients_of_grouped_heads(small_blocks, method, probability, heads, kv_heads):
     keep = RANDOM.random((2, heads, 9, 9)) >= probability if probability else None
     gradcheck(
-        lambda x: causal_attention(x, heads, kv_heads, keep, probability, method),
-        [normal(2, 9, (heads + 2 * kv_heads) * 2)],
+        lambda x: METHODS[method](x, heads, kv_heads, keep, probability), [normal(2, 9, (heads + 2 * kv_heads) * 2)]
     )
 
 
@@ -154,18 +163,23 @@ def test_blocks_run_on_a_device(small_blocks):
 def test_dropout_keeps_the_whole_matrix_of_any_length():
     length = 2 * KEY_BLOCK
     qkv, weights, keep = normal(1, length, 3), normal(1, length, 1), RANDOM.random((1, 1, length, length)) >= 0.3
-    results = [run(qkv, weights, 1, 1, keep, 0.3, method=choice) for choice in ("auto", "full")]
+    results = [run(qkv, weights, 1, 1, keep, 0.3, method=method) for method in (causal_attention, blockwise_attention)]
     assert all(np.array_equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_dropout_in_blocks_is_refused():
-    model = with_attention(GPT(GPTConfig(5, 4, 6, 3, 2), dropout=0.3), "blockwise")
-    tokens = np.zeros((1, 4), int)
-    model(tokens)  # outside of `dropping` nothing is dropped
-    with dropping(DropoutKeys(0, 0, [0])), pytest.raises(UsageError, match="blockwise"):
-        model(tokens)
-    with pytest.raises(ValueError, match="sparse"):
-        causal_attention(Tensor(normal(1, 2, 3)), 1, method="sparse")
+def test_a_model_in_blocks_gives_what_it_gives_with_whole_scores():
+    """From the second block of tokens on; the first is computed whole, bit for bit."""
+    length = QUERY_BLOCK + 2
+    model = GPT(GPTConfig(5, length, 6, 3, 2), dtype="float64")
+    tokens = RANDOM.integers(0, 5, (2, length))
+    expected = model(tokens).data
+    assert use_blockwise(model) is model
+    logits = model(tokens).data
+    np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-13)
+    assert not np.array_equal(logits, expected)
+    assert np.array_equal(
+        model(tokens[:, :QUERY_BLOCK]).data, GPT(model.config, dtype="float64")(tokens[:, :QUERY_BLOCK]).data
+    )
 
 
 @pytest.mark.parametrize("length", [1, 4, 13, 16])
@@ -174,7 +188,7 @@ def test_skipped_blocks_are_not_counted(small_blocks, length):
     counts = []
     x = Tensor(normal(2, length, 8 * 3), requires_grad=True)
     with flop_counter(counts.append):
-        y = causal_attention(x, 4, 2, method="blockwise")
+        y = in_blocks(x, 4, 2)
         forward = sum(counts)
         y.backward(normal(*y.shape))
     stops = [min(start + 4, length) for start in range(0, length, 4)]  # of the rows, and of the columns they compute
@@ -191,7 +205,7 @@ def peaks(method):
     for length in (1024, 2048):
         x, weights = Tensor(normal(1, length, 12), requires_grad=True), normal(1, length, 4)
         tracemalloc.start()
-        causal_attention(x, 2, method=method).backward(weights)
+        METHODS[method](x, 2).backward(weights)
         found.append(tracemalloc.get_traced_memory()[1] - QUERY_BLOCK * KEY_BLOCK * 8)
         tracemalloc.stop()
     return found
@@ -209,7 +223,7 @@ def test_the_ledger_counts_no_scores_in_blocks(length):
     for method, extra, p in (("full", length, 0.0), ("full", length, 0.1), ("blockwise", 1, 0.0)):
         with MemoryLedger().recording() as ledger, dropping(DropoutKeys(0, 0, [0, 1])):
             x = Tensor(normal(2, length, 12), requires_grad=True)
-            y = causal_attention(x, 2, None, Dropout("drop", p).mask((2, 2, length, length)), p, method)
+            y = METHODS[method](x, 2, None, Dropout("drop", p).mask((2, 2, length, length)), p)
             mask = 2 * 2 * length**2 if p else 0
             assert ledger.held["activations"] == 8 * 2 * length * (12 + 4 + 2 * extra) + mask
         del y
@@ -221,7 +235,7 @@ def test_attention_keeps_and_returns_its_inputs_dtype(small_blocks, method, dtyp
     length, heads = 19, 4
     keep = RANDOM.random((2, heads, length, length)) < 0.7 if probability else None
     x = Tensor(normal(2, length, 8 * 3).astype(dtype), requires_grad=True)
-    y = causal_attention(x, heads, 2, keep, probability, method)
+    y = METHODS[method](x, heads, 2, keep, probability)
     saved = y.node.saved
     kept = saved["p"] if method == "full" else saved["lse"]
     assert y.dtype == saved["out"].dtype == kept.dtype == dtype

@@ -31,12 +31,10 @@ def test_an_error_is_relative_to_the_derivative_or_to_1():
 
 def test_an_error_of_more_than_a_ten_millionth_is_refused():
     assert check(1e3, 0.8e-7) == pytest.approx(0.8e-7, rel=0.1)
-    with pytest.raises(AssertionError, match="input 0 "):
+    with pytest.raises(AssertionError, match="input 0:"):
         check(1e3, 1.2e-7)
-    with pytest.raises(AssertionError, match="input 1 "):
+    with pytest.raises(AssertionError, match="input 1:"):
         gradcheck(lambda a, b: a * b.detach(), [X, X])
-    with pytest.raises(ValueError, match="float64"):
-        gradcheck(lambda a: a, [X.astype(np.float32)])
 
 
 def test_an_input_that_is_not_used_has_a_slope_of_zero():

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from training import in_blocks
 
-from minipar.autograd import Tensor, causal_attention, checkpoint, linear
-from minipar.autograd.mapping import mapping
+from minipar.autograd import Tensor, checkpoint, linear, mapping
 from minipar.errors import UsageError
 from minipar.more.precision import enable_two_bytes
 from minipar.nn import Parameter
@@ -45,7 +45,7 @@ def test_what_is_saved_is_rounded_and_read_in_float32(dtype):
 @pytest.mark.parametrize("dtype", NARROW)
 def test_what_is_smaller_than_the_result_stays_float32(dtype):
     qkv = leaf(dtype, 1, 6, 12)
-    saved = causal_attention(qkv, 2, method="blockwise").node.saved
+    saved = in_blocks(qkv, 2).node.saved
     assert saved["lse"].dtype == np.float32 and saved["lse"].size < saved["out"].size
     assert saved["out"].dtype == saved["qkv"].dtype == dtype
     total = qkv.sum()

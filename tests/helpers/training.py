@@ -5,7 +5,6 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -14,9 +13,10 @@ import numpy as np
 
 import minipar.nn as nn
 from minipar import backend
-from minipar.autograd import Tensor, causal_attention, gelu, linear
+from minipar.autograd import Tensor, gelu, linear
 from minipar.backend import to_host, xp
 from minipar.comm import DeviceMesh, run_local, serial
+from minipar.more.context.blockwise import BlockwiseAttention, attend, attend_backward
 from minipar.more.hybrid import HybridComm
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.gpt import SelfAttention, TransformerConfig
@@ -259,11 +259,17 @@ def small_gpt(**options) -> GPT:
     return GPT(config, dtype="float64", **options)
 
 
-def with_attention(model, method: str):
-    """Let a model's attention layers use a method of `causal_attention`; return the model."""
+def in_blocks(qkv, heads, kv_heads=None, keep=None, probability=0.0):
+    """Compute attention in blocks of any length, without dropout; called as `causal_attention` is."""
+    assert keep is None
+    return BlockwiseAttention.apply(qkv, heads, heads if kv_heads is None else kv_heads, attend, attend_backward)
+
+
+def with_blocks(model):
+    """Let a model's attention layers work in blocks, however short the sequences are; return the model."""
     for _, module in model.named_modules():
         if isinstance(module, SelfAttention):
-            module.attention = partial(causal_attention, method=method)
+            module.attention = in_blocks
     return model
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from training import MLP, backward, clip, gradient_of, gradient_on_one_device, joined, small_gpt, text, with_attention
+from training import MLP, backward, clip, gradient_of, gradient_on_one_device, joined, small_gpt, text, with_blocks
 
 import minipar as mp
 from minipar.comm import run_local
@@ -14,11 +14,11 @@ MIXTRAL = mp.MixtralConfig(17, 16, 20, 2, 4, 2, 8, num_local_experts=4, num_expe
 
 MODELS = {
     "GPT": lambda: small_gpt(layers=1),
-    "GPT, attention in blocks": lambda: with_attention(small_gpt(layers=1), "blockwise"),
+    "GPT, attention in blocks": lambda: with_blocks(small_gpt(layers=1)),
     "GPT, recomputed": lambda: small_gpt(layers=2, recompute=True),
     "GPT of two heads": lambda: mp.GPT(mp.GPTConfig(17, 8, 12, 1, 2), dtype="float64"),
     "Llama": lambda: mp.Llama(LLAMA, dtype="float64"),
-    "Llama, attention in blocks": lambda: with_attention(mp.Llama(LLAMA, dtype="float64"), "blockwise"),
+    "Llama, attention in blocks": lambda: with_blocks(mp.Llama(LLAMA, dtype="float64")),
     "Mixtral": lambda: mp.Mixtral(MIXTRAL, dtype="float64"),
 }
 

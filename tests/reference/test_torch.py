@@ -16,6 +16,7 @@ from minipar.autograd import (
     stack,
     where,
 )
+from minipar.more.context.blockwise import blockwise_attention
 from minipar.more.llama import swiglu
 from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm
 
@@ -66,7 +67,7 @@ OPERATIONS = {
     "attention": (lambda x: causal_attention(x, 3), lambda x: torch_attention(x, 3, 3), [normal(2, 5, 36)]),
     "attention, grouped heads": (lambda x: causal_attention(x, 6, 2), lambda x: torch_attention(x, 6, 2),
                                  [normal(2, 5, 40)]),
-    "attention in blocks": (lambda x: causal_attention(x, 6, 2, method="blockwise"), lambda x: torch_attention(x, 6, 2),
+    "attention in blocks": (lambda x: blockwise_attention(x, 6, 2), lambda x: torch_attention(x, 6, 2),
                             [normal(2, 1100, 20)]),
     "cross_entropy_sum": (lambda x: cross_entropy_sum(x, TARGETS),
                           lambda x: F.cross_entropy(x, torch.tensor(TARGETS), reduction="sum"), [normal(4, 6)]),

@@ -52,7 +52,7 @@ ROWS = [
      "train/test_checkpoint.py"),
     ("a resumed run counts steps, not updates", "minipar/train/trainer.py",
      'self.optimizer.steps = run["optimizer_steps"]', 'self.optimizer.steps = run["step"]', "train/test_overflow.py"),
-    ("the causal mask is on a block's first columns", "minipar/autograd/attention.py",
+    ("the causal mask is on a block's first columns", "minipar/more/context/blockwise.py",
      "scores[..., -rows:] += mask", "scores[..., :rows] += mask", "autograd/test_attention.py"),
     ("the bubble is idle / busy", "minipar/parallel/pipeline/actions.py",
      "Fraction(idle) / total", "Fraction(idle) / (total - idle)", "parallel/pipeline/test_schedules.py"),
@@ -87,7 +87,7 @@ ROWS = [
     ("compare says the inverse factor", "minipar/compare/step_comparison.py",
      'return whole, ""', 'return whole and 1 / whole, ""', "compare/test_compare.py"),
     # ---- autograd and nn
-    ("merged blocks have each other's share", "minipar/autograd/attention.py",
+    ("merged blocks have each other's share", "minipar/more/context/blockwise.py",
      "share_2 = xp.where(difference > 0,", "share_2 = xp.where(difference < 0,", "autograd/test_attention.py"),
     ("attention's backward forgets the scale", "minipar/autograd/attention.py",
      "dscores *= scale_of(q)", "dscores *= 1", "autograd/test_fused.py"),

@@ -28,13 +28,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from minipar.autograd.attention import BlockwiseAttention, attend, attend_backward, merge
-from minipar.autograd.checks import refuse_dropout
-from minipar.autograd.heads import empty_heads
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
+from minipar.errors import UsageError
+from minipar.more.context.blockwise import BlockwiseAttention, attend, attend_backward, merge
 from minipar.more.context.context_guard import ContextGuard
 from minipar.more.context.token_order import METHODS, ContextParallel, check_choice
 from minipar.more.context.ulysses import UlyssesAttention
@@ -44,7 +43,6 @@ from minipar.parallel.split_guards import check_split, note_split
 
 KEYS_VALUES = 0  # the tags of the ring's messages
 GRADIENT = 1
-REMEDY = "method='ulysses' or dropout=0"
 
 
 # ---- what a rank computes with one block ---------------------------------------------------------
@@ -139,7 +137,7 @@ class RingAttention:
         Sends 2 (c-1) u h_kv elements.
         """
         context = self.context
-        out = empty_heads(q)
+        out = xp.empty_like(q)
         lse = xp.empty(q.shape[:-1], dtype=q.dtype)
         block = make_block(k, v, self.dtype)
         for step in range(context.size):
@@ -245,7 +243,7 @@ class AllGatherAttention:
         """Compute `attend` of this rank's queries and all ranks' keys."""
         context = self.context
         blocks = self.gather(k, v)
-        out = empty_heads(q)
+        out = xp.empty_like(q)
         lse = xp.empty(q.shape[:-1], dtype=q.dtype)
         for step in range(context.size):
             source = context.source(step)
@@ -291,7 +289,7 @@ def block_attention(
     per query and head. UsageError for dropout.
     """
     if keep is not None:
-        refuse_dropout(f"dropout = {probability}", type(method).__name__, REMEDY)
+        refuse_dropout(probability, type(method).__name__)
     if kv_heads is None:
         kv_heads = heads
     return BlockwiseAttention.apply(qkv, heads, kv_heads, method.forward, method.backward)
@@ -376,4 +374,10 @@ def check_no_dropout(modules: list[Any], method: str) -> None:
     """Raise UsageError if one of these modules would drop probabilities of attention."""
     for module in modules:
         if isinstance(module, Dropout) and drops_probabilities(module) and module.p > 0:
-            refuse_dropout(f"dropout = {module.p}", f"method={method!r}", REMEDY)
+            refuse_dropout(module.p, f"method={method!r}")
+
+
+def refuse_dropout(probability: float, method: str) -> None:
+    """Raise UsageError: a `method` that never has all scores of a head cannot drop probabilities."""
+    what = f"dropout = {probability} needs all of attention's probabilities"
+    raise UsageError(f"{what}, which {method} never has: give method='ulysses' or dropout=0")

@@ -13,8 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from minipar.autograd.mapping import mapping
-from minipar.autograd.tensor import Tensor
+from minipar.autograd.tensor import Tensor, mapping
 from minipar.backend import Array, xp
 from minipar.errors import check_divides
 from minipar.more.context.token_order import ContextParallel

@@ -23,8 +23,7 @@ from functools import partial
 
 import numpy as np
 
-from minipar.autograd.mapping import mapping
-from minipar.autograd.tensor import Tensor
+from minipar.autograd.tensor import Tensor, mapping
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides

@@ -9,8 +9,6 @@ from minipar.errors import UsageError
 class ColumnSlice(Tensor):
     """This rank's columns, (..., n/t) of n. Elementwise operations and products are those of a Tensor."""
 
-    __slots__ = ()
-
     @classmethod
     def of(cls, y: Tensor) -> "ColumnSlice":
         """Return y as a ColumnSlice, with the node that has computed it."""

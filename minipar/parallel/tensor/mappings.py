@@ -24,8 +24,7 @@ from functools import partial
 
 from numpy.typing import DTypeLike
 
-from minipar.autograd.mapping import mapping
-from minipar.autograd.tensor import Tensor
+from minipar.autograd.tensor import Tensor, mapping
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 
