@@ -6,7 +6,7 @@ import pytest
 from minipar.autograd import Tensor, cross_entropy_sum, gelu
 from minipar.autograd.gradcheck import gradcheck
 from minipar.nn import GPT, SGD, Embedding, GPTConfig, LayerNorm, Linear, Module, Parameter
-from minipar.nn.layers import RMSNorm, generator
+from minipar.nn.layers import generator
 
 RANDOM = np.random.Generator(np.random.Philox(12))
 X = RANDOM.standard_normal((6, 8))

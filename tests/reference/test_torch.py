@@ -17,7 +17,8 @@ from minipar.autograd import (
     where,
 )
 from minipar.more.llama import swiglu
-from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm
+from minipar.nn import SGD, AdamW, Parameter
+from minipar.parallel.grad_norm import clip_grad_norm
 
 RANDOM = np.random.Generator(np.random.Philox(10))
 F = torch.nn.functional
@@ -93,7 +94,7 @@ OPTIMIZERS = {
         lambda groups: torch.optim.AdamW(groups, lr=3e-3, betas=(0.85, 0.95), eps=1e-6),
     ),
     "SGD": (
-        lambda ps: SGD(ps, lr=3e-2, momentum=0.9, weight_decay=0.1),
+        lambda ps: SGD(ps, lr=3e-2, momentum=0.9),
         lambda groups: torch.optim.SGD(groups, lr=3e-2, momentum=0.9),
     ),
 }

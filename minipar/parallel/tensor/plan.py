@@ -17,7 +17,6 @@ from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides
 from minipar.nn.gpt import LanguageModel, SelfAttention, TransformerConfig
-from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel import placement
@@ -168,9 +167,9 @@ def tensor_parallel(
     """Split `model` over `comm` by the plan (default: the model's own), in place.
 
     Parameters keep their names and become this rank's part of their values. UsageError if tp does
-    not divide the heads, or if the ranks' models have different values; sends a checksum of each
-    parameter as control data. Sums travel in `reduce_dtype` (default: float32 at least), in the order
-    `reduction`; a `group` of the caller sums in its own way.
+    not divide the heads, if the model has dropout, or if the ranks' models have different values; sends
+    a checksum of each parameter as control data. Sums travel in `reduce_dtype` (default: float32 at
+    least), in the order `reduction`; a `group` of the caller sums in its own way.
 
     A rank sends 8 B T h (t-1)/t elements per layer and microbatch: 2 all-reduces in forward and 2
     in backward or, with `sequence`, 2 all-gathers and 2 reduce-scatters in each. The embedding and
@@ -223,7 +222,7 @@ def fill_seams(model: LanguageModel, plan: Plan, border: Border) -> None:
     loss = vocabulary.vocab_parallel_cross_entropy_sum
     model.criterion = partial(loss, group=group, vocab_size=size)
     blocks_cross = not all(split.crosses for split in plan.values())
-    for name, module in model.named_modules():
+    for _, module in model.named_modules():
         if blocks_cross and hasattr(module, "enter"):
             module.enter = border.enter
         if blocks_cross and hasattr(module, "leave"):
@@ -231,9 +230,3 @@ def fill_seams(model: LanguageModel, plan: Plan, border: Border) -> None:
         if isinstance(module, SelfAttention):
             module.heads //= group.size
             module.kv_heads //= group.size
-        if isinstance(module, Dropout) and (border.sequence or name.endswith("attn_dropout")):
-            # A mask of attention is (B, heads, T, T), and a rank has some of the heads. Any other
-            # mask is (B, T, h), and with sequence parallelism a rank has some of the tokens. The T
-            # are what context parallelism leaves to this rank, so this slice comes after its slice.
-            part = partial(group.part, dim=0)
-            module.mask_slices.append(MaskSlice(1, group.size, part))
