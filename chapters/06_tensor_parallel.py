@@ -591,8 +591,8 @@ say(f"counted: {sum(traffic.values()):,} bytes, of which {small:,} for the loss"
 # There are two kinds of place. After a row layer's sum the activation is replicated, so all ranks must draw the *same*
 # mask, else they would go on with different values. Between column and row layer (on the attention probabilities) each
 # rank has other heads and must draw *different* masks. Megatron keeps two random states per rank for this. A generator
-# that is keyed by what it draws, never by the rank, needs none: every rank draws the mask of all heads and takes its own
-# heads of it. The sum after `c_proj` is then one device's, mask included:
+# that is keyed by what it draws, never by the rank, needs none: every rank draws the mask of all heads and takes that
+# of its own. The sum after `c_proj` is then one device's, mask included:
 
 # %%
 alike = np.random.default_rng(6)  # the same key on every rank

@@ -76,6 +76,8 @@ class LlamaConfig(TransformerConfig):
     def __post_init__(self) -> None:
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        if self.n_embd % self.n_head:
+            raise ValueError(f"hidden {self.n_embd} is not divisible by heads {self.n_head}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"heads {self.n_head} are not divisible by kv-heads {self.n_kv_head}")
         if self.head_size % 2:

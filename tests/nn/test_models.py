@@ -90,7 +90,6 @@ def test_a_config_counts_its_models_products(kind):
 @pytest.mark.parametrize(
     ("config", "sizes", "named"),
     [
-        (GPT2, {"n_head": 5}, "8 .*5"),
         (LLAMA, {"hidden_size": 9}, "9 .*4"),
         (LLAMA, {"num_key_value_heads": 3}, "4 .*3"),
         (LLAMA, {"hidden_size": 12}, "12/4"),  # rotary positions rotate pairs

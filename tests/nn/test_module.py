@@ -5,6 +5,7 @@ import pytest
 
 from minipar.autograd import Tensor, cross_entropy_sum, gelu
 from minipar.autograd.gradcheck import gradcheck
+from minipar.more.llama import RMSNorm
 from minipar.nn import GPT, SGD, Embedding, GPTConfig, LayerNorm, Linear, Module, Parameter
 from minipar.nn.layers import generator
 

@@ -93,10 +93,7 @@ OPTIMIZERS = {
         lambda ps: AdamW(ps, lr=3e-3, betas=(0.85, 0.95), eps=1e-6, weight_decay=0.1),
         lambda groups: torch.optim.AdamW(groups, lr=3e-3, betas=(0.85, 0.95), eps=1e-6),
     ),
-    "SGD": (
-        lambda ps: SGD(ps, lr=3e-2, momentum=0.9),
-        lambda groups: torch.optim.SGD(groups, lr=3e-2, momentum=0.9),
-    ),
+    "SGD": (lambda ps: SGD(ps, lr=3e-2, momentum=0.9), lambda groups: torch.optim.SGD(groups, lr=3e-2, momentum=0.9)),
 }
 
 

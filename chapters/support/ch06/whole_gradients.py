@@ -50,10 +50,7 @@ def whole_gradients(
 
 
 def compare_with_one_device(
-    comm: Communicator,
-    shape: GPTConfig,
-    batch: tuple[np.ndarray, np.ndarray],
-    sequence: bool = False,
+    comm: Communicator, shape: GPTConfig, batch: tuple[np.ndarray, np.ndarray], sequence: bool = False
 ) -> tuple[float, dict[str, int]]:
     """Return the largest relative difference of the loss and of any gradient to one device, and {op: bytes sent}."""
     one_loss, one, _ = whole_gradients(comm, shape, batch, parallel=False)

@@ -54,7 +54,7 @@ def test_a_layer_keeps_what_the_closed_form_says(tp, sequence, dropout, dtype, i
     dropped probabilities, which we compute again.
 
     Over t ranks everything between a column layer and its row layer is a t-th: attention and MLP. Their section
-    4.2.1, s b h (10 + 24/t + ...), leaves whole what is whole here: two LayerNorms, two inputs. It has masks too, which are refused here.
+    4.2.1, s b h (10 + 24/t + ...), leaves whole what is whole here: two LayerNorms, two inputs, and masks.
     With sequence parallelism these are a t-th too, *except* the inputs of the two column layers, which are kept as they
     were gathered; Megatron keeps its slice and gathers once more in backward (4.2.2 divides everything by t).
     """
