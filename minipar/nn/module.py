@@ -104,7 +104,7 @@ class Module:
         if not all(owner.holds_values for owner in owners_of(self.parameters())):
             remedy = "call mp.gather_state(model, wrapper.parameters(), comm)"
             raise ValueError(f"this rank holds shards of the parameters: {remedy}")
-        return {name: np.array(to_host(p.data)) for name, p in self.named_parameters()}
+        return {name: to_host(p.data).copy() for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Copy `state` into the parameters.
