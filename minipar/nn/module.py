@@ -28,7 +28,6 @@ class Module:
 
     # The strategies that have split the module, and their ranks.
     split_over: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    forward: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -43,6 +42,9 @@ class Module:
             text = text.replace("\n", "\n  ")  # two more columns
             lines.append(f"  {name}: {text}")
         return "\n".join(lines)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
     def loss_sum(self, x: Array, y: Array) -> Tensor:
         """Return the loss of inputs x and targets y, summed over the targets.

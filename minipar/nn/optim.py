@@ -55,10 +55,10 @@ class Optimizer:
         """Return the steps taken and, on the host, a copy of the arrays that the rule keeps.
 
         Of a model that is split or sharded it is this rank's part alone, and `holds` says which
-        elements those are: every rank saves its own. Parameters are not in it.
+        elements those are: every rank saves its own. Parameters and settings, such as lr, are not in it.
         """
         holds = [p.describe() for p in self.parameters]
-        state = {"steps": self.steps, "lr": self.lr, "holds": holds}
+        state = {"steps": self.steps, "holds": holds}
         for name, arrays in self.kept.items():
             state[name] = [np.array(to_host(array)) for array in arrays]
         return state
@@ -75,7 +75,6 @@ class Optimizer:
                 f"optimizer state of {state['holds']}, but this rank holds {holds}: {remedy}"
             )
         self.steps = state["steps"]
-        self.lr = state["lr"]
         for name, arrays in self.kept.items():
             for array, saved in zip(arrays, state[name], strict=True):
                 array[...] = from_host(saved)
