@@ -63,10 +63,6 @@ model = MLP()
 model.parameters()[-1].data[0] += 1e-9 * world.rank
 shard(model, world, stage).loss(x, y)
 """
-OLD_AND_NEW = """
-model.parameters()[0].grad = np.ones((3, 5)); optimizer.step()
-model.parameters()[1].grad = np.ones(5); optimizer.step()
-"""
 ZERO_GRAD, WRAPPER, RANKS = "zero_grad()", "AdamW(wrapper.parameters())", ("1", "0")
 REFUSED = {  # the script, at these stages, the error, and what it shows
     "a forgotten zero_grad": (f"{TWICE} {TWICE}", EVERY, RuntimeError, ZERO_GRAD),
