@@ -274,7 +274,7 @@ with flop_counter(forward.append):
 with flop_counter(backward.append):
     loss.backward()
 assert sum(p.size for p in model.parameters()) == parameter_count(config) == 122_624
-assert sum(forward) == forward_operations(config, B, T) == config.forward_flops(B, T)
+assert sum(forward) == forward_operations(config, B, T) == B * T * sum(config.segment_flops(T))
 assert sum(backward) == 2 * sum(forward)
 gpt2 = nn.GPTConfig()
 assert parameter_count(gpt2) == 124_439_808  # GPT-2 small, "124M"
@@ -400,7 +400,7 @@ def train(model, steps=50, rate=4e-3):
         model.zero_grad()
         loss = model.loss(*batches.batch(step, range(8)))  # inputs and targets (8, 32)
         loss.backward()
-        optimizer.lr = nn.learning_rate(step, lr=rate, schedule="cosine", warmup_steps=5, total_steps=50)
+        optimizer.lr = nn.learning_rate(step, rate, "cosine", warmup_steps=5, total_steps=50)
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -498,7 +498,7 @@ if rank == 0:
 #
 # **What is random, by axis.** Weights are drawn for the serial model, with one seed on all ranks, and each keeps its
 # part. Samples differ along dp, and are the same along tp and pp. Dropout's masks differ with the sample, so along dp;
-# along tp they are one mask where the activation is whole, and parts of one mask where it is cut (6.8).
+# along tp they would be one mask where the activation is whole, and parts of one mask where it is cut (6.8).
 #
 # **On several hosts** nothing in the program changes; a launcher starts the ranks: `mpirun --hosts node1,node2 --ppn 4
 # -n 8 python -m minipar.train --dp 2 --tp 4` (MPICH), `--host node1:4,node2:4` (Open MPI), or `srun --nodes 2

@@ -196,7 +196,7 @@ import math
 from minipar.more.precision import MixedPrecisionAdamW, enable_two_bytes
 from minipar.nn import AdamW, Parameter
 
-enable_two_bytes()  # parameters of 2 bytes are refused before, as they would be multiplied in 2 bytes
+enable_two_bytes()  # before, parameters of 2 bytes would be multiplied in 2 bytes
 
 
 def adamw_step(weight, master, m, v, gradient, step, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8):

@@ -25,12 +25,12 @@ from .more.experts.mixtral import MixtralConfig as MixtralConfig
 from .more.hybrid import HybridComm as HybridComm
 from .more.llama import Llama as Llama
 from .more.llama import LlamaConfig as LlamaConfig
+from .more.llama import RMSNorm as RMSNorm
 from .nn.gpt import GPT as GPT
 from .nn.gpt import GPTConfig as GPTConfig
 from .nn.layers import Embedding as Embedding
 from .nn.layers import LayerNorm as LayerNorm
 from .nn.layers import Linear as Linear
-from .nn.layers import RMSNorm as RMSNorm
 from .nn.module import Module as Module
 from .nn.optim import SGD as SGD
 from .nn.optim import AdamW as AdamW

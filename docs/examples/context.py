@@ -20,7 +20,7 @@ def batches(steps=20):
 def main(world):
     model = mp.GPT(mp.GPTConfig(vocab_size=256, n_positions=16, n_embd=32, n_layer=2, n_head=4))
     method = sys.argv[1] if len(sys.argv) > 1 else "ring"  # or all-gather, or ulysses
-    context = mp.context_parallel(model, world, method)  # in place: attention, positions and dropout masks
+    context = mp.context_parallel(model, world, method)  # in place: attention and positions
     ddp = mp.DistributedDataParallel(model, world)  # a gradient covers this rank's tokens: sum them
     optimizer = mp.AdamW(ddp.parameters(), lr=1e-2)
     for x, y in batches():

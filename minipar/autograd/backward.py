@@ -12,12 +12,11 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from minipar.autograd.checks import check_unchanged
 from minipar.autograd.rules import Gradients, LazyGradient
 from minipar.backend import Array, setting
 from minipar.memory import hold
 
-node_numbers = itertools.count()  # also numbers optimizers' updates, to tell what came first
+node_numbers = itertools.count()
 
 
 # A Tensor (which imports this file) that nothing computed, such as a parameter: gradients are added
@@ -100,7 +99,6 @@ def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
                     nodes.add(x)
                     stack.append(x)
             elif x is not None:
-                check_unchanged(x, node.number)
                 uses[x] += 1
     return sorted(nodes, key=lambda node: node.number), uses
 

@@ -1,7 +1,6 @@
-"""Checks of what would be silently wrong: ids, targets, and a graph that an update has outlived."""
+"""Checks of what would be silently wrong: ids and targets."""
 
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -11,20 +10,8 @@ from minipar.errors import UsageError
 IGNORE_INDEX = -100  # PyTorch's and Hugging Face's mark for "no target here"
 
 
-def check_unchanged(leaf: Any, number: int) -> None:
-    """Raise RuntimeError if an optimizer has changed a leaf since the node of this number read it.
-
-    Backward would multiply by the new values, and its result be the gradient of neither the old
-    model nor the new one. A leaf that was given other values, or its old ones, is fine. NB: PyTorch
-    compares versions of the values.
-    """
-    if getattr(leaf, "changed_values", None) is leaf.data and leaf.changed_at > number:
-        why = "the optimizer has changed the parameters since this loss was computed"
-        raise RuntimeError(f"backward() too late: {why}; call loss.backward() before optimizer.step()")
-
-
-def check_ids(ids: Array, count: int, what: str, where: str = "") -> None:
-    """Raise UsageError, with the first wrong id and its index, unless all ids are in 0..count-1.
+def check_ids(ids: Array, count: int, what: str, where: str = "", ignored: int | None = None) -> None:
+    """Raise UsageError, with the first wrong id and its index, unless all ids are in 0..count-1 or `ignored`.
 
     NumPy would take -1 as the last row, and a rank that holds a part of the vocabulary would take
     any id as another rank's. On a GPU the check waits for the ids, as `loss.item()` waits for the

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from minipar.autograd.fused import rms_norm
 from minipar.autograd.rules import Gradient, Result
 from minipar.autograd.tensor import Tensor, operation
 from minipar.backend import Array, xp
 from minipar.nn.gpt import LanguageModel, SelfAttention, TransformerConfig
-from minipar.nn.layers import Embedding, Linear, RMSNorm
+from minipar.nn.layers import Embedding, Linear, constant
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
 from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
@@ -77,7 +78,10 @@ class LlamaConfig(TransformerConfig):
     def __post_init__(self) -> None:
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
-        super().__post_init__()
+        if self.n_embd % self.n_head:
+            raise ValueError(f"hidden {self.n_embd} is not divisible by heads {self.n_head}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"heads {self.n_head} are not divisible by kv-heads {self.n_kv_head}")
         if self.head_size % 2:
             quotient = f"hidden/heads = {self.n_embd}/{self.n_head}"
             raise ValueError(f"{quotient} is odd, but rotary positions rotate pairs")
@@ -87,12 +91,6 @@ class LlamaConfig(TransformerConfig):
         # q, o: h^2 elements each; k, v: h n d each; gate, up, down: h f each.
         h = self.n_embd
         return h * (2 * h + 2 * self.n_kv_head * self.head_size + 3 * self.n_inner)
-
-    @property
-    def parameters(self) -> int:
-        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size
-        norms = 2 * self.n_layer + 1
-        return (embeddings + norms) * self.n_embd + self.n_layer * self.layer_matrices
 
     def build(self, **options: Any) -> "Llama":
         return Llama(self, **options)
@@ -172,6 +170,17 @@ def projection(model: "Llama", n_in: int, n_out: int, name: str) -> Linear:
         n_in, n_out, name=name, bias=False, transposed=True,
         seed=model.seed, dtype=model.dtype, std=model.config.initializer_range,
     )  # fmt: skip
+
+
+class RMSNorm(Module):
+    """RMSNorm over the last dim with a gain: (..., size) -> (..., size)."""
+
+    def __init__(self, size: int, eps: float = 1e-6, dtype: str = "float32") -> None:
+        self.weight = constant(1, size, dtype)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 def norm_of(model: "Llama") -> RMSNorm:

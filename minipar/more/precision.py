@@ -8,7 +8,7 @@ operation knows of this file.
 Seams of the core: `node_wrappers`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from numpy.typing import DTypeLike
@@ -124,6 +124,7 @@ class MixedPrecisionAdamW(AdamW):
         parameters = list(parameters)
         self.masters = [p.data.astype("float32") if p.dtype.itemsize == 2 else None for p in parameters]
         super().__init__(parameters, lr, betas, eps, weight_decay)
+        self.kept["master"] = [master for master in self.masters if master is not None]
         hold("optimizer", *self.masters)
 
     def value(self, i: int) -> Array:
@@ -146,19 +147,6 @@ class MixedPrecisionAdamW(AdamW):
         """Round each master to its parameter's 2 bytes, after the masters were loaded."""
         for parameter, value in zip(self.parameters, self.values(), strict=True):
             parameter.data[...] = value
-
-    def moments(self, i: int) -> dict[str, Array]:
-        """Return what this optimizer keeps of parameter i: torch's arrays, and the master."""
-        kept = super().moments(i)
-        if self.masters[i] is not None:
-            kept["master"] = self.masters[i]
-        return kept
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        for i, master in enumerate(self.masters):
-            if master is not None and i not in state["state"]:
-                master[...] = self.parameters[i].data
 
 
 # ---- the loss scale of fp16 ------------------------------------------------------------------------------------------

@@ -7,17 +7,13 @@ from .layers import DropoutKeys as DropoutKeys
 from .layers import Embedding as Embedding
 from .layers import LayerNorm as LayerNorm
 from .layers import Linear as Linear
-from .layers import MaskSlice as MaskSlice
-from .layers import RMSNorm as RMSNorm
 from .layers import dropping as dropping
 from .module import Module as Module
 from .module import Segment as Segment
 from .optim import SGD as SGD
 from .optim import AdamW as AdamW
 from .optim import Optimizer as Optimizer
-from .optim import clip_grad_norm as clip_grad_norm
 from .optim import learning_rate as learning_rate
-from .optim import squared_norm as squared_norm
 from .parameter import Owner as Owner
 from .parameter import Parameter as Parameter
 from .parameter import placeholder as placeholder

@@ -6,10 +6,9 @@ tied to the token embedding. Shapes: B samples, T tokens per sample, h hidden, V
 The model does not know that it is parallel; strategies change it from outside. Tensor parallelism
 replaces layers by parallel ones, divides each attention's heads, and replaces the two functions
 that see the whole vocabulary, `project` and `criterion`. Context parallelism replaces each
-`attention`, and `positions`. Both give `mask_slices` to each Dropout that sees a part of an
-activation. Pipeline parallelism runs a range of `segments` on each rank. Data parallelism adds
-gradient hooks, ZeRO moves all parameters into flat storage, and its stages 2 and 3 wrap the `run` of
-segments.
+`attention`, and `positions`. Pipeline parallelism runs a range of `segments` on each rank. Data
+parallelism adds gradient hooks, ZeRO moves all parameters into flat storage, and its stages 2 and 3
+wrap the `run` of segments.
 """
 
 # What is a field of one config is a property of another.
@@ -17,7 +16,7 @@ segments.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -47,37 +46,16 @@ class TransformerConfig:
     n_inner: int  # the MLP's inner size
     tie_word_embeddings: bool  # whether the head is the token embedding
     layer_matrices: int  # the elements of a layer's matrices that a token is multiplied with
-    parameters: int  # the elements of all parameters
     num_local_experts: int  # only a Mixtral has experts
-
-    def build(self, **options: Any) -> "LanguageModel":
-        """Make the model of this shape; `options` are the other arguments of its class."""
-        raise TypeError(f"{type(self).__name__} does not define build")
-
-    def __post_init__(self) -> None:
-        if self.n_embd % self.n_head:
-            raise ValueError(f"hidden {self.n_embd} is not divisible by heads {self.n_head}")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"heads {self.n_head} are not divisible by kv-heads {self.n_kv_head}")
-
-    def to_dict(self: Any) -> dict[str, Any]:
-        """Return the fields by their names, which are those of config.json."""
-        return asdict(self)
+    build: Callable[..., "LanguageModel"]  # makes the model; takes the other arguments of its class
 
     def segment_flops(self, length: int) -> list[int]:
-        """Return the operations per token of each segment, in sequences of `length`.
+        """Return the operations per token of each segment's matrix products in forward, in sequences of `length`.
 
-        They are counted as `forward_flops` counts them.
+        Backward takes twice as many. Source: Narayanan et al. 2021.
         """
         block = 2 * self.layer_matrices + 4 * length * self.n_embd
         return [0, *[block] * self.n_layer, 2 * self.n_embd * self.vocab_size]
-
-    def forward_flops(self, batch: int, length: int) -> int:
-        """Return the operations of forward's matrix products; backward takes twice as many.
-
-        Source: Narayanan et al. 2021.
-        """
-        return batch * length * sum(self.segment_flops(length))
 
 
 @dataclass(frozen=True)
@@ -113,13 +91,6 @@ class GPTConfig(TransformerConfig):
         # c_attn has 3 h^2 elements, its c_proj h^2, c_fc 4 h^2 and its c_proj 4 h^2.
         return 12 * self.n_embd**2
 
-    @property
-    def parameters(self) -> int:
-        h = self.n_embd
-        embeddings = (self.vocab_size + self.n_positions) * h
-        layer = self.layer_matrices + 13 * h
-        return embeddings + self.n_layer * layer + 2 * h
-
     def build(self, **options: Any) -> "GPT":
         return GPT(self, **options)
 
@@ -144,8 +115,9 @@ class Attention(SelfAttention):
         h = config.n_embd
         self.heads = config.n_head
         self.kv_heads = config.n_head
-        std = config.initializer_range
-        self.c_attn = Linear(h, 3 * h, name=f"{name}.c_attn", seed=seed, dtype=dtype, std=std)
+        self.c_attn = Linear(
+            h, 3 * h, name=f"{name}.c_attn", seed=seed, dtype=dtype, std=config.initializer_range
+        )
         self.c_proj = Linear(h, h, name=f"{name}.c_proj", seed=seed, dtype=dtype, std=config.residual_std)
         self.attn_dropout = Dropout(f"{name}.attn_dropout", dropout)
         self.resid_dropout = Dropout(f"{name}.resid_dropout", dropout)
@@ -166,8 +138,9 @@ class MLP(Module):
         self, config: GPTConfig, name: str, seed: int | None, dtype: str, dropout: float
     ) -> None:
         h = config.n_embd
-        std = config.initializer_range
-        self.c_fc = Linear(h, 4 * h, name=f"{name}.c_fc", seed=seed, dtype=dtype, std=std)
+        self.c_fc = Linear(
+            h, 4 * h, name=f"{name}.c_fc", seed=seed, dtype=dtype, std=config.initializer_range
+        )
         self.c_proj = Linear(
             4 * h, h, name=f"{name}.c_proj", seed=seed, dtype=dtype, std=config.residual_std
         )
@@ -193,11 +166,6 @@ class Block(Module):
         return x + self.mlp(self.ln_2(x))
 
 
-def all_positions(length: int) -> Array:
-    """Return the positions of a sequence's tokens, where a rank has them all: (T,)."""
-    return xp.arange(length)
-
-
 class LanguageModel(Module):
     """A decoder-only Transformer: tokens (B, T) -> logits (B, T, V). The base class of GPT and Llama.
 
@@ -205,21 +173,17 @@ class LanguageModel(Module):
     """
 
     segments: list[Segment]
+    token_embedding: Parameter  # the matrix (V, h) in which tokens are looked up
     head_weight: Tensor | None = None  # the head's leaf of the token embedding, if the head is tied
 
     def __init__(self, config: TransformerConfig, dtype: str, recompute: bool) -> None:
         self.config = config
         self.dtype = dtype
         self.recompute = recompute
-        # What strategies replace.
-        self.positions: Callable[[int], Array] = all_positions
+        # What strategies replace. A rank that has all tokens of a sequence has the positions 0 to T - 1.
+        self.positions: Callable[[int], Array] = xp.arange
         self.project: Callable[[Tensor, Tensor], Tensor] = partial(linear, transposed=True)
         self.criterion: Callable[[Tensor, Array], Tensor] = cross_entropy_sum
-
-    @property
-    def token_embedding(self) -> Parameter:
-        """Return the matrix (V, h) in which tokens are looked up."""
-        raise TypeError(f"{type(self).__name__} does not define token_embedding")
 
     def run_block(self, block: Module, x: Tensor) -> Tensor:
         """Run one block, (B, T, h) -> (B, T, h); with `recompute`, backward runs it again."""
@@ -260,7 +224,6 @@ class GPT(LanguageModel):
         seed: int | None = 0,
         dtype: str = "float32",
         recompute: bool = False,
-        *,
         dropout: float = 0.0,
     ) -> None:
         super().__init__(config, dtype, recompute)

@@ -1,14 +1,14 @@
-"""Linear, Embedding, LayerNorm, RMSNorm and Dropout, and the generators of weights and masks.
+"""Linear, Embedding, LayerNorm and Dropout, and the generators of weights and masks.
 
 Random values come from counter-based generators that are keyed by a name and never by a rank. A
 layer of the same name and seed therefore starts from the same weights in every layout: a rank that
 holds a slice takes that slice of the whole. A dropout mask is drawn for each sample, keyed by the
-layer's name, the step and the sample's index in the global batch. Whoever computes a sample, or a
-slice of it, draws that one mask and takes its slice of it.
+layer's name, the step and the sample's index in the global batch, so whoever computes a sample
+draws that one mask.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from minipar.autograd.checks import check_ids
-from minipar.autograd.fused import dropout, embedding, layer_norm, linear, rms_norm
+from minipar.autograd.fused import dropout, embedding, layer_norm, linear
 from minipar.autograd.modes import randomness
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, from_host, setting, xp
@@ -115,19 +115,8 @@ class LayerNorm(Module):
         self.bias = constant(0, size, dtype)
         self.eps = eps
 
-    def forward(self, x: Tensor | Array) -> Tensor:
-        return layer_norm(as_tensor(x, self.weight.dtype), self.weight, self.bias, self.eps)
-
-
-class RMSNorm(Module):
-    """RMSNorm over the last dim with a gain: (..., size) -> (..., size)."""
-
-    def __init__(self, size: int, eps: float = 1e-6, dtype: str = "float32") -> None:
-        self.weight = constant(1, size, dtype)
-        self.eps = eps
-
-    def forward(self, x: Tensor | Array) -> Tensor:
-        return rms_norm(as_tensor(x, self.weight.dtype), self.weight, self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True)
@@ -147,19 +136,6 @@ def dropping(keys: DropoutKeys) -> AbstractContextManager[DropoutKeys]:
     return setting(randomness, keys)
 
 
-@dataclass(frozen=True)
-class MaskSlice:
-    """The slice of a dropout mask that a rank applies.
-
-    The whole mask is `count` times as long along `dim` of (B, ...). `select` returns this rank's
-    ones of the indices along it.
-    """
-
-    dim: int
-    count: int
-    select: Callable[[np.ndarray], np.ndarray]
-
-
 class Dropout(Module):
     """Dropout: each element is zero with probability `p`, the others are scaled by 1/(1 - p).
 
@@ -171,32 +147,19 @@ class Dropout(Module):
             raise UsageError(f"dropout = {p!r}: expected a probability from 0 on and below 1")
         self.name = name  # the masks are drawn by it
         self.p = p
-        # Where the layer applies a slice of each mask. The first one slices the whole mask, the
-        # next one what the first has left.
-        self.mask_slices: list[MaskSlice] = []
 
     def mask(self, shape: tuple[int, ...]) -> Array | None:
-        """Return this rank's mask for an array of this shape, True where an element stays.
+        """Draw the samples' masks for an array of this shape, True where an element stays.
 
-        Each sample's whole mask is drawn, and this rank's slice of it is kept. The result is None
-        while dropout is off.
+        The result is None while dropout is off. ValueError for keys of more or fewer samples.
         """
         keys = randomness.get()
-        if self.p == 0 or not isinstance(keys, DropoutKeys):
+        if self.p == 0 or keys is None:
             return None
-        if len(keys.samples) != shape[0]:
-            problem = f"{shape[0]} samples, but keys for {len(keys.samples)}"
-            raise ValueError(f"dropout {self.name}: {problem}")
-        whole = list(shape)
-        for each in self.mask_slices:
-            whole[each.dim] *= each.count
-        mask = np.empty(whole, dtype=bool)
+        mask = np.empty(shape, dtype=bool)
         for row, sample in zip(mask, keys.samples, strict=True):
             stream = generator(keys.seed, f"dropout {self.name} {keys.step} {sample}")
-            row[...] = stream.random(whole[1:], dtype=np.float32) >= self.p
-        for each in self.mask_slices:
-            own = each.select(np.arange(mask.shape[each.dim]))
-            mask = mask.take(own, axis=each.dim)
+            row[...] = stream.random(row.shape, dtype=np.float32) >= self.p
         return from_host(mask)
 
     def forward(self, x: Tensor) -> Tensor:

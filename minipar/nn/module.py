@@ -12,16 +12,12 @@ import numpy as np
 from minipar.autograd.checks import IGNORE_INDEX
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, from_host, to_host, xp
-from minipar.nn.parameter import Parameter, check_holds_values, owners_of, zero_grad
-
-SHOWN = 3  # differences in an error; of more, their number is
+from minipar.nn.parameter import Parameter, owners_of, zero_grad
 
 
 def array_of(batch: Any) -> Array:
     """Return a batch as an array: a list or a tensor of torch is copied. TypeError for a Tensor."""
-    if isinstance(batch, xp.ndarray | np.ndarray):
-        return batch
-    return np.asarray(batch)
+    return xp.asarray(batch)
 
 
 class Module:
@@ -39,7 +35,7 @@ class Module:
     def __repr__(self) -> str:
         """List the modules and the parameters' shapes as a tree."""
         lines = [type(self).__name__]
-        for name, item in self._items():
+        for name, item in _items(vars(self)):
             text = repr(item)
             if isinstance(item, Parameter):
                 text = str(item.shape)
@@ -48,16 +44,14 @@ class Module:
         return "\n".join(lines)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"{type(self).__name__} does not define forward")
+        raise NotImplementedError
 
     def loss_sum(self, x: Array, y: Array) -> Tensor:
         """Return the loss of inputs x and targets y, summed over the targets.
 
         Each model defines its own.
         """
-        why = "minipar divides the sum over all ranks by the global count of targets"
-        problem = f"{type(self).__name__} does not define loss_sum(x, y): {why}"
-        raise TypeError(f"{problem}, so a model defines the summed loss")
+        raise NotImplementedError("define loss_sum(x, y), the loss summed over the targets, on the model")
 
     def target_count(self, y: Array) -> int:
         """Return the number of targets that `loss_sum` adds up.
@@ -77,7 +71,7 @@ class Module:
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         """Yield (name, parameter) pairs; names are joined by dots, as in `h.0.attn.c_attn.weight`."""
-        for name, item in self._items():
+        for name, item in _items(vars(self)):
             if isinstance(item, Parameter):
                 yield prefix + name, item
             else:
@@ -86,7 +80,7 @@ class Module:
     def named_modules(self, prefix: str = "") -> "Iterator[tuple[str, Module]]":
         """Yield (name, module) of this module, whose name is "", and of all inside it, as `h.0.attn`."""
         yield prefix.removesuffix("."), self
-        for name, item in self._items():
+        for name, item in _items(vars(self)):
             if isinstance(item, Module):
                 yield from item.named_modules(f"{prefix}{name}.")
 
@@ -95,11 +89,6 @@ class Module:
         holder, _, attribute = name.rpartition(".")
         holders = dict(self.named_modules())
         vars(holders[holder])[attribute] = module
-
-    def _items(self) -> "Iterator[tuple[str, Parameter | Module]]":
-        """Yield the parameters and modules among the attributes, and in lists, tuples and dicts among them."""
-        for name, value in vars(self).items():
-            yield from _items_of(name, value)
 
     def parameters(self) -> list[Parameter]:
         """Return every parameter once, in the order of `named_parameters`."""
@@ -114,43 +103,38 @@ class Module:
 
         ValueError if the values are elsewhere (ZeRO stage 3).
         """
-        check_holds_values(self.parameters(), "call mp.gather_state(model, wrapper.parameters(), comm)")
-        return {name: np.array(to_host(p.data), order="C") for name, p in self.named_parameters()}
+        if not all(owner.holds_values for owner in owners_of(self.parameters())):
+            remedy = "call mp.gather_state(model, wrapper.parameters(), comm)"
+            raise ValueError(f"this rank holds shards of the parameters: {remedy}")
+        return {name: to_host(p.data).copy() for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Copy `state` into the parameters.
 
-        ValueError, and no change, for other names or shapes than the parameters'. It shows the
-        first of them.
+        ValueError, and no change, for other names or shapes than the parameters'. What is missing has
+        the shape None.
         """
-        check_holds_values(self.parameters(), "load the state before wrapping the model")
         parameters = dict(self.named_parameters())
-        problems = []
-        for name, parameter in parameters.items():
-            if name not in state:
-                problems.append(f"{name} is missing")
-            elif state[name].shape != parameter.shape:
-                shape = tuple(state[name].shape)
-                problems.append(f"{name} has shape {shape}, expected {parameter.shape}")
-        problems += [f"{name} is unexpected" for name in state if name not in parameters]
-        if problems:
-            others = f"; {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise ValueError("; ".join(problems[:SHOWN]) + others)
+        expected = {name: parameter.shape for name, parameter in parameters.items()}
+        found = {name: tuple(array.shape) for name, array in state.items()}
+        for name in [*expected, *found]:
+            shape = found.get(name)
+            if shape != expected.get(name):
+                raise ValueError(f"{name} has shape {shape}, expected {expected.get(name)}")
         for name, parameter in parameters.items():
             values = np.ascontiguousarray(state[name], dtype=parameter.dtype)
             parameter.data[...] = from_host(values)
 
 
-def _items_of(name: str, value: object) -> Iterator[tuple[str, Parameter | Module]]:
-    """Yield what a value is or holds: a parameter, a module, or those in lists, tuples and dicts."""
-    if isinstance(value, Parameter | Module):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _items_of(f"{name}.{key}", item)
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _items_of(f"{name}.{i}", item)
+def _items(values: Mapping[str, object]) -> Iterator[tuple[str, Parameter | Module]]:
+    """Yield the parameters and modules among these values, and in lists, tuples and dicts among them."""
+    for name, value in values.items():
+        if isinstance(value, list | tuple):
+            value = dict(enumerate(value))
+        if isinstance(value, Parameter | Module):
+            yield name, value
+        elif isinstance(value, dict):
+            yield from _items({f"{name}.{key}": item for key, item in value.items()})
 
 
 @dataclass

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from minipar.autograd.backward import node_numbers
-from minipar.autograd.tensor import Tensor, node_wrappers
+from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
-from minipar.errors import UsageError
 
 
 def placeholder(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -30,20 +28,13 @@ class Parameter(Tensor):
 
     def __init__(self, data: Array) -> None:
         super().__init__(data, requires_grad=True)
-        if self.dtype.itemsize == 2 and not node_wrappers:
-            remedy = "call minipar.more.precision.enable_two_bytes() first"
-            raise UsageError(f"a parameter of {self.dtype} would be multiplied in {self.dtype}: {remedy}")
         self.decays = self.ndim >= 2  # whether weight decay applies
         self.drawn_by: tuple[int, str] | None = None  # seed and name, if values start random
         self.ties: list[Tensor] = []
         # What strategies set; a serial model has none of it.
         self.placement: Any = None  # the record of where the elements are
         self.owners: list[Owner] = []  # the strategies, in the order in which they came
-        # What the last step did, so that a gradient that is used again, or a graph that is too old,
-        # is refused.
-        self.used_gradient: Array | None = None
-        self.changed_values: Array | None = None
-        self.changed_at: int | None = None
+        self.used_gradient: Array | None = None  # by the last step, so that it is not used again
 
     def tie(self) -> Tensor:
         """Return a new leaf with this parameter's values and a gradient of its own."""
@@ -62,12 +53,6 @@ class Parameter(Tensor):
             if leaf.grad is not None and self.requires_grad:
                 self.accumulate(leaf.grad)
             leaf.grad = None
-
-    def note_update(self) -> None:
-        """Note that an optimizer has used the gradient and changed the values."""
-        self.used_gradient = self.grad
-        self.changed_values = self.data
-        self.changed_at = next(node_numbers)
 
     def describe(self) -> str:
         """Say which elements of the model these are; "" in a serial model."""
@@ -116,18 +101,10 @@ class Owner:
 
 def owners_of(parameters: Iterable[Parameter]) -> list[Owner]:
     """Return the distinct owners of the parameters, in the order of the parameters."""
-    found: list[Owner] = []
+    found: dict[Owner, None] = {}  # a dict keeps the order
     for parameter in parameters:
-        for owner in parameter.owners:
-            if owner not in found:
-                found.append(owner)
-    return found
-
-
-def check_holds_values(parameters: Iterable[Parameter], remedy: str) -> None:
-    """Raise ValueError if this rank holds only shards of these parameters."""
-    if not all(owner.holds_values for owner in owners_of(parameters)):
-        raise ValueError(f"this rank holds shards of the parameters: {remedy}")
+        found |= dict.fromkeys(parameter.owners)
+    return list(found)
 
 
 def zero_grad(parameters: Sequence[Parameter]) -> None:
@@ -136,16 +113,3 @@ def zero_grad(parameters: Sequence[Parameter]) -> None:
         parameter.zero_grad()
     for owner in owners_of(parameters):
         owner.forget_gradients()
-
-
-def check_names(parameters: Sequence[Parameter]) -> None:
-    """Raise UsageError if two parameters are drawn by one name: their initial values would be the same."""
-    seen: dict[tuple[int, str], Parameter] = {}
-    for parameter in parameters:
-        if parameter.drawn_by is None:
-            continue
-        first = seen.setdefault(parameter.drawn_by, parameter)
-        if first is not parameter:
-            seed, name = parameter.drawn_by
-            two = f'two parameters are drawn by the name "{name}" and seed {seed}, and so start alike'
-            raise UsageError(f"{two}: give each layer a name of its own")

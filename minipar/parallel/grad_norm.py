@@ -6,19 +6,21 @@ unit; then chunks in rank order.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from minipar.backend import Array, is_host
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn import optim
-from minipar.nn.optim import squared_norm
 from minipar.nn.parameter import Parameter, owners_of
 from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, placement_of
 
 WHOLE = 0  # the index of parameters that every tp rank holds whole
 SPLIT = 1  # the index of those of which it has a part
+
+# Elements that `squared_norm` sums at a time on the host: they stay in a core's cache.
+BLOCK = 1 << 15
 
 
 def clip_grad_norm(
@@ -48,7 +50,9 @@ def clip_grad_norm(
     for p in parameters:
         p.fold_tied_gradients()
     if any(p.placement is None for p in parameters):
-        return optim.clip_grad_norm(parameters, max_norm)  # a model on one device
+        # A model on one device.
+        total = squared_norm(p.grad for p in parameters if p.grad is not None)
+        return scaled_to(max_norm, parameters, math.sqrt(total))
     if tp is None and any(placement_of(p).tp.ranks > 1 for p in parameters):
         raise UsageError("clip_grad_norm: tp has cut these parameters: give its ranks, such as mesh.tp")
     own_only = any(isinstance(p, ParameterShard) or is_expert(p) for p in parameters)
@@ -64,7 +68,38 @@ def clip_grad_norm(
             raise UsageError("clip_grad_norm: this rank holds shards: give the ranks of data parallelism")
         dp.all_reduce(totals, algorithm="ordered")
     total = float(add_left_to_right(totals, axis=0))
-    return optim.clip_grad_norm(parameters, max_norm, norm=math.sqrt(total))
+    return scaled_to(max_norm, parameters, math.sqrt(total))
+
+
+def scaled_to(max_norm: float | None, parameters: Iterable[Parameter], norm: float) -> float:
+    """Scale the gradients, whose 2-norm is `norm`, down to `max_norm` if it is larger; return `norm`.
+
+    The factor is max_norm / (norm + 1e-6), as PyTorch's.
+    """
+    if max_norm is not None and norm > max_norm:
+        for p in parameters:
+            gradient = p.grad
+            if gradient is not None:
+                gradient *= max_norm / (norm + 1e-6)
+    return norm
+
+
+def squared_norm(arrays: Iterable[Array]) -> float:
+    """Return the sum of all squares, in float64, array after array and block after block in order.
+
+    Ranks that hold a chunk each, and one device that goes through the same chunks, get the same
+    bits. On a device a block is a whole array, because a launch costs more than the cache saves.
+    """
+    total = 0.0
+    for array in arrays:
+        flat = array.reshape(-1)
+        starts = range(0, flat.size, BLOCK)
+        blocks = [flat[start : start + BLOCK] for start in starts] if is_host(flat) else [flat]
+        for block in blocks:
+            if block.dtype.itemsize == 2:
+                block = block.astype("float32")
+            total += float((block * block).sum(dtype="float64"))
+    return total
 
 
 def is_expert(p: Parameter) -> bool:

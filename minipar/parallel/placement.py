@@ -15,8 +15,9 @@ from typing import Any
 
 from minipar.backend import Array, xp
 from minipar.comm.algorithms import chunk_bounds
+from minipar.errors import UsageError
 from minipar.nn.module import Module
-from minipar.nn.parameter import Parameter, check_names
+from minipar.nn.parameter import Parameter
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,15 @@ def attach_placements(model: Module) -> None:
             parameter.placement = Placement(name, parameter.shape)
         elif not parameter.placement.name:  # its layer was made parallel outside of a model
             update(parameter, name=name)
+
+
+def check_names(parameters: Sequence[Parameter]) -> None:
+    """Raise UsageError if two parameters are drawn by one name: their initial values would be the same."""
+    names = [parameter.drawn_by for parameter in parameters if parameter.drawn_by is not None]
+    for name in set(names):
+        if names.count(name) > 1:
+            two = f"two parameters are drawn by the seed and name {name}, and so start alike"
+            raise UsageError(f"{two}: give each layer a name of its own")
 
 
 def update(parameter: Parameter, **changes: Any) -> None:

@@ -1,9 +1,10 @@
-"""Refusals of strategies that split a model over ranks: the order, and ranks that two of them would share."""
+"""Refusals of strategies that split a model over ranks: the order, ranks that two of them would share, dropout."""
 
 from typing import Any
 
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
+from minipar.nn.layers import Dropout
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner
 
@@ -12,6 +13,7 @@ def check_split(model: Any, strategy: str, comm: Communicator) -> None:
     """Raise UsageError unless `strategy` may split this model over `comm`.
 
     It comes before the wrapper, once. Tensor parallelism shares no two ranks with another strategy.
+    A model that is split over several ranks has no dropout.
     """
     is_pipeline = isinstance(model, Owner)
     if is_pipeline or any(
@@ -31,6 +33,11 @@ def check_split(model: Any, strategy: str, comm: Communicator) -> None:
                 "give each its own axis, such as mesh.tp and mesh.cp of mp.DeviceMesh(comm, tp=2, cp=2)"
             )
             raise UsageError(f"{strategy} over ranks {list(comm.ranks)}: {why}; {remedy}")
+    for name, module in model.named_modules():
+        # A rank would draw masks for its part of an activation alone.
+        if isinstance(module, Dropout) and module.p > 0 and comm.size > 1:
+            why = f"{name} has dropout {module.p}"
+            raise UsageError(f"{strategy} over {comm.size} ranks: {why}; make the model with dropout=0")
 
 
 def note_split(model: Module, strategy: str, comm: Communicator) -> None:

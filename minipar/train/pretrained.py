@@ -97,7 +97,7 @@ def save_pretrained(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = model.config.to_dict() | {
+    config = vars(model.config) | {
         "model_type": model.config.model_type,
         "bos_token_id": None,
         "eos_token_id": None,

@@ -120,13 +120,7 @@ class Trainer:
     def update_parameters(self, step: int) -> None:
         """Take the optimizer's step, with the learning rate of this step."""
         args = self.args
-        self.optimizer.lr = learning_rate(
-            step,
-            lr=args.lr,
-            schedule=args.lr_schedule,
-            warmup_steps=args.warmup_steps,
-            total_steps=args.steps,
-        )
+        self.optimizer.lr = learning_rate(step, args.lr, args.lr_schedule, args.warmup_steps, args.steps)
         self.optimizer.step()
         self.send_tied_weight()
 

@@ -5,9 +5,7 @@ import pytest
 from training import in_blocks
 
 from minipar.autograd import Tensor, checkpoint, linear, mapping
-from minipar.errors import UsageError
 from minipar.more.precision import enable_two_bytes
-from minipar.nn import Parameter
 
 enable_two_bytes()
 
@@ -84,11 +82,3 @@ def test_one_narrow_input_makes_the_result_narrow(dtype):
     y.backward(np.ones((2, 3), dtype))
     assert y.dtype == dtype and x.grad.dtype == dtype and w.grad.dtype == np.float32
     assert w.grad.tobytes() == wide(x.data).tobytes()
-
-
-def test_parameters_of_2_bytes_are_refused_until_enabled(monkeypatch):
-    """They would be multiplied and added up in 2 bytes."""
-    monkeypatch.setattr("minipar.nn.parameter.node_wrappers", [])
-    for dtype in NARROW:
-        with pytest.raises(UsageError, match=f"{dtype}.*enable_two_bytes"):
-            Parameter(np.ones(2, dtype))

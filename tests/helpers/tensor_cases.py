@@ -7,7 +7,7 @@ import training
 from training import joined, trainer_for
 
 from minipar.comm import run_local
-from minipar.nn import GPT, DropoutKeys, GPTConfig, Linear, dropping
+from minipar.nn import GPT, GPTConfig, Linear
 from minipar.parallel.placement import Shard
 from minipar.parallel.tensor.layers import shard_parameter
 from minipar.parallel.tensor.plan import tensor_parallel
@@ -49,8 +49,7 @@ def loss_and_backward(model):
     length = model.config.n_positions
     targets = ROWS[:, 1 : length + 1].copy()
     targets[0, 2] = -100
-    with dropping(DropoutKeys(seed=3, step=1, samples=[4, 5, 9])):
-        loss = model.loss_sum(ROWS[:, :length], targets)
+    loss = model.loss_sum(ROWS[:, :length], targets)
     loss.backward()
     for parameter in model.parameters():
         parameter.fold_tied_gradients()
@@ -58,16 +57,16 @@ def loss_and_backward(model):
 
 
 @cache
-def serial(tp, dropout):
+def serial(tp):
     """Loss, gradients and weights of the serial model in the shape that tp ranks share."""
-    model = model_of(tp, dropout)
+    model = model_of(tp)
     weights = model.state_dict()
     return loss_and_backward(model), {name: p.grad for name, p in model.named_parameters()}, weights
 
 
-def parallel(comm, dropout, sequence, recompute=False):
+def parallel(comm, sequence, recompute=False):
     """A rank's loss; gradients and weights made whole; and its own gradients of the parameters that all have."""
-    model = model_of(comm.size, dropout, recompute)
+    model = model_of(comm.size, recompute=recompute)
     tensor = tensor_parallel(model, comm, sequence=sequence)
     loss = loss_and_backward(model)
     tensor.sum_partial(model.parameters())

@@ -86,7 +86,7 @@ def config_for(flags: str, ranks: int | None = None) -> Namespace:
 
 def directory_of(shape: TransformerConfig, **sizes) -> str:
     """Return a directory whose config.json has this shape, with other sizes."""
-    content = shape.to_dict() | sizes | {"model_type": shape.model_type}
+    content = vars(shape) | sizes | {"model_type": shape.model_type}
     content["output_router_logits"] = "router_aux_loss_coef" in sizes
     text = json.dumps(content, sort_keys=True)
     folder = Path(FOLDER.name) / hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -135,7 +135,8 @@ SPLITS = {  # the number of ranks, the script, the error, and what it shows
     "tp and ep of one axis": (
         2, f"{EP} model = mixtral(); mp.tensor_parallel(model, world); mp.expert_parallel(model, mesh.ep, mesh.edp)",
         UsageError, "expert_parallel", "tensor_parallel"),
-    "dropout in a ring": (2, "mp.context_parallel(gpt(dropout=0.1), world, method='ring')", UsageError, "0.1"),
+    "dropout under cp": (2, "mp.context_parallel(gpt(dropout=0.1), world)", UsageError, "0.1"),
+    "dropout under tp": (2, "mp.tensor_parallel(gpt(dropout=0.1), world)", UsageError, "0.1"),
     "other seeds": (2, "mp.tensor_parallel(gpt(seed=world.rank), world)", UsageError, "wte.weight", *RANKS),
     "other states": (
         2, "model = gpt(); model.ln_f.bias.data[-1] += 1e-9 * world.rank; mp.tensor_parallel(model, world)",
@@ -168,8 +169,8 @@ def test_a_strategy_that_was_refused_has_split_nothing():
     """The remedy may follow in the same program, on the same model."""
 
     def rank(world):
-        model = gpt(dropout=0.1)
-        refused(UsageError, "0.1", by=lambda: mp.context_parallel(model, world, method="ring"))
+        model = gpt()
+        refused(UsageError, "rings", by=lambda: mp.context_parallel(model, world, method="rings"))
         mp.context_parallel(model, world, method="ulysses")
         odd = gpt(n_head=3)
         for _ in range(2):

@@ -9,8 +9,8 @@ import pytest
 from training import MLP, bits
 
 from minipar.more.precision import MixedPrecisionAdamW, enable_two_bytes
-from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm, learning_rate
-from minipar.nn.optim import BLOCK, squared_norm
+from minipar.nn import SGD, AdamW, Parameter, learning_rate
+from minipar.parallel.grad_norm import BLOCK, clip_grad_norm, squared_norm
 
 enable_two_bytes()
 
@@ -24,7 +24,7 @@ def parameter(*shape):
 def test_defaults_are_torchs():
     adamw, sgd = AdamW([parameter(2)]), SGD([parameter(2)])
     assert (adamw.lr, adamw.betas, adamw.eps, adamw.weight_decay) == (1e-3, (0.9, 0.999), 1e-8, 0.01)
-    assert (sgd.lr, sgd.momentum, sgd.weight_decay, sgd.velocity) == (1e-3, 0, 0, [])
+    assert (sgd.lr, sgd.momentum, sgd.kept) == (1e-3, 0, {})
 
 
 def test_adamw_is_the_published_update_and_decays_matrices_only():
@@ -72,15 +72,15 @@ def test_updates_are_in_place_and_skip_parameters_without_grad():
         assert used.data is place and np.array_equal(unused.data, before)
 
 
-def test_sgd_with_momentum_and_decay():
+def test_sgd_with_momentum():
     p = parameter(2, 2)
     start = p.data.copy()
-    optimizer = SGD([p], lr=0.1, momentum=0.9, weight_decay=0.01)
+    optimizer = SGD([p], lr=0.1, momentum=0.9)
     velocity, value = np.zeros((2, 2)), start
     for _ in range(3):
         p.grad = np.ones((2, 2))
         optimizer.step()
-        velocity = 0.9 * velocity + 1 + 0.01 * value
+        velocity = 0.9 * velocity + 1
         value = value - 0.1 * velocity
     np.testing.assert_allclose(p.data, value, rtol=1e-13)
 
@@ -134,10 +134,10 @@ def test_clipping_scales_all_gradients_by_one_factor():
     assert clip_grad_norm([a, b, unused], norm * 2) == pytest.approx(norm, rel=1e-14)
     assert np.array_equal(np.concatenate([a.grad.reshape(-1), b.grad]), before)
     a.grad, b.grad = np.full((2, 3), 2.0), np.array([5.0, 0, 0, 0])
-    assert clip_grad_norm(iter([a, b, unused]), 7.0) == 7.0
+    assert clip_grad_norm([a, b, unused], 7.0) == 7.0
     assert (a.grad == 2).all() and b.grad[0] == 5  # a norm that is as large as allowed is not scaled
     a.grad, b.grad = before[:6].reshape(2, 3).copy(), before[6:].copy()
-    clip_grad_norm(iter([a, b, unused]), 0.5)  # as from a model's generator
+    clip_grad_norm([a, b, unused], 0.5)
     np.testing.assert_allclose(np.concatenate([a.grad.reshape(-1), b.grad]), before * 0.5 / (norm + 1e-6), rtol=1e-13)
 
 
@@ -177,8 +177,6 @@ def test_the_rate_warms_up_then_stays_or_follows_a_cosine():
     assert rates("cosine", 0, 1) == [1.0]
     for warmup, total in ((0, 2), (1, 3), (3, 5)):  # it falls in one step
         assert rates("cosine", warmup, total)[warmup:] == [1.0, pytest.approx(0.1)]
-    with pytest.raises(ValueError, match="linear"):
-        rates("linear", 0, 1)
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 10), (3, 10), (10, 10)])
@@ -199,7 +197,7 @@ def test_after_the_warm_up_the_rate_is_lr_itself(schedule):
         assert learning_rate(warmup, **settings) == 0.1
 
 
-# ---- saved state, in torch's format ----------------------------------------------------------------------------------
+# ---- saved state -----------------------------------------------------------------------------------------------------
 
 GRADIENTS = [[RANDOM.standard_normal(p.shape) for p in MLP().parameters()] for _ in range(6)]
 SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.5}
@@ -227,9 +225,8 @@ def test_a_resumed_optimizer_trains_the_same_bits(dtype, kind):
     """Parameters in 2 bytes have masters in the state."""
     first, expected = trained(3, dtype, kind)[1].state_dict(), trained(6, dtype, kind)
     resumed = trained(3, dtype, kind)[0]
-    optimizer = kind(resumed.parameters())  # the settings come with the state
+    optimizer = kind(resumed.parameters(), **SETTINGS)
     optimizer.load_state_dict(first)
-    assert {name: getattr(optimizer, name) for name in SETTINGS} == SETTINGS
     train(resumed, optimizer, range(3, 6))
     assert bits(resumed.state_dict()) == bits(expected[0].state_dict())
     for one, other in zip(optimizer.values(), expected[1].values(), strict=True):
@@ -239,9 +236,8 @@ def test_a_resumed_optimizer_trains_the_same_bits(dtype, kind):
 
 def test_a_state_before_the_first_step_starts_again():
     state = AdamW(MLP().parameters(), **SETTINGS).state_dict()
-    assert state["state"] == {}
     model = MLP()
-    optimizer = AdamW(model.parameters())
+    optimizer = AdamW(model.parameters(), **SETTINGS)
     train(model, optimizer, [5, 4])
     optimizer.load_state_dict(state)
     model.load_state_dict(MLP().state_dict())
@@ -249,38 +245,18 @@ def test_a_state_before_the_first_step_starts_again():
     assert bits(model.state_dict()) == bits(trained(3)[0].state_dict())
 
 
-def test_the_state_has_the_keys_of_torchs_adamw():
-    state = trained(3)[1].state_dict()
-    (group,) = state["param_groups"]
-    assert group["params"] == [0, 1, 2, 3] == list(state["state"])
-    assert set(group) == {"lr", "betas", "eps", "weight_decay", "params"}
-    assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in state["state"].values())
-    assert [entry["step"] for entry in state["state"].values()] == [3] * 4
-
-
-def test_torchs_extra_settings_and_float_steps_are_fine():
-    state = trained(3)[1].state_dict()
-    state["param_groups"][0] |= {"amsgrad": False, "maximize": False}
-    for entry in state["state"].values():
-        entry["step"] = np.float32(3.0)
-    del state["holds"]
-    optimizer = AdamW(MLP().parameters())
-    optimizer.load_state_dict(state)
-    assert optimizer.steps == 3
-
-
 def test_the_state_is_a_copy():
     model, optimizer = trained(1)
     state = optimizer.state_dict()
-    before = [entry["exp_avg"].copy() for entry in state["state"].values()]
+    before = [array.copy() for array in state["exp_avg"]]
     train(model, optimizer, [1])
     optimizer.load_state_dict(state)
     train(model, optimizer, [2])
-    assert all(np.array_equal(a, e["exp_avg"]) for a, e in zip(before, state["state"].values(), strict=True))
+    assert all(np.array_equal(one, other) for one, other in zip(before, state["exp_avg"], strict=True))
 
 
 WRONG = {  # what is done to the state
-    "fewer parameters": lambda state: state["param_groups"][0]["params"].pop(),
+    "fewer parameters": lambda state: state["holds"].pop(),
     "another rank's": lambda state: state.update(holds=["first.weight[0:7]", *state["holds"][1:]]),
 }
 
@@ -294,5 +270,6 @@ def test_another_state_is_refused_and_changes_nothing(name):
     with pytest.raises(ValueError, match="same layout"):
         optimizer.load_state_dict(state)
     after = optimizer.state_dict()
-    for one, other in zip(after["state"].values(), before["state"].values(), strict=True):
-        assert one["step"] == other["step"] and np.array_equal(one["exp_avg"], other["exp_avg"])
+    assert after["steps"] == before["steps"]
+    for one, other in zip(after["exp_avg"], before["exp_avg"], strict=True):
+        assert np.array_equal(one, other)

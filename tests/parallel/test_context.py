@@ -22,7 +22,7 @@ from minipar.more.context.context_parallel import (
 )
 from minipar.more.context.token_order import ORDERS, ContextParallel, visible
 from minipar.more.context.ulysses import UlyssesAttention
-from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
+from minipar.nn import GPT, GPTConfig
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.tensor.plan import tensor_parallel
 
@@ -198,18 +198,11 @@ X = RANDOM.integers(0, VOCAB, (3, 48))
 Y = np.where(RANDOM.random((3, 48)) < 0.2, -100, RANDOM.integers(0, VOCAB, (3, 48)))  # targets are not spread evenly
 
 
-def dropout_of(method):
-    """The dropout of a test's model: where no rank has all probabilities of a head, dropout is refused."""
-    return 0.2 if method == "ulysses" else 0.0
-
-
 def gradients(comm, method, order="zigzag", recompute=False):
-    dropout = dropout_of(method)
-    model = GPT(GPTConfig(VOCAB, 48, 24, 2, 24), seed=4, dtype="float64", dropout=dropout, recompute=recompute)
+    model = GPT(GPTConfig(VOCAB, 48, 24, 2, 24), seed=4, dtype="float64", recompute=recompute)
     context = context_parallel(model, comm, method, order)
     ddp = DistributedDataParallel(model, comm)
-    with dropping(DropoutKeys(3, 1, [4, 5, 9])):
-        loss = ddp.loss(context.part(X), context.part(Y))
+    loss = ddp.loss(context.part(X), context.part(Y))
     loss.backward()
     return loss.item(), {name: p.grad.copy() for name, p in model.named_parameters()}
 
@@ -249,19 +242,16 @@ def test_one_rank_changes_nothing():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tensor_and_context_parallelism_go_on_in_either_order(method):
-    """The masks too: a rank's heads are cut from the model's, its tokens from the sequence."""
-
     def loss(comm, context_first):
         mesh = DeviceMesh(comm, tp=2, cp=2)
-        model = GPT(GPTConfig(VOCAB, 48, 24, 2, 24), seed=4, dtype="float64", dropout=dropout_of(method))
+        model = GPT(GPTConfig(VOCAB, 48, 24, 2, 24), seed=4, dtype="float64")
         if context_first:
             context = context_parallel(model, mesh.cp, method)
         tensor = tensor_parallel(model, mesh.tp, sequence=True)
         if not context_first:
             context = context_parallel(model, mesh.cp, method)
         ddp = DistributedDataParallel(model, mesh.dp_cp, before_reduce=tensor.sum_partial)
-        with dropping(DropoutKeys(3, 1, [4, 5, 9])):
-            return ddp.loss(context.part(X), context.part(Y)).item()
+        return ddp.loss(context.part(X), context.part(Y)).item()
 
     for context_first in (False, True):
         assert run_local(4, loss, context_first) == [pytest.approx(one_device(method)[0], rel=1e-14)] * 4
@@ -285,18 +275,6 @@ def test_the_library_refuses_too():
         context_parallel(model, comm)
         with pytest.raises(ValueError, match="48"):
             model(X)  # every rank has the whole sequence
-
-    run_local(2, rank)
-
-
-@pytest.mark.parametrize("method", ["ring", "all-gather"])
-def test_dropout_where_no_rank_has_a_heads_mask_is_refused(method):
-    def rank(comm):
-        with pytest.raises(UsageError, match=r"0\.2"):
-            context_parallel(GPT(GPTConfig(VOCAB, 48, 24, 1, 8), dropout=0.2), comm, method)
-        qkv, keep = Tensor(np.zeros((1, 8, 3 * HEADS))), np.ones((1, HEADS, 16, 16), bool)
-        with pytest.raises(UsageError, match=r"0\.2"):
-            over_ranks(ContextParallel(comm), method)(qkv, HEADS, HEADS, keep, 0.2)
 
     run_local(2, rank)
 

@@ -185,7 +185,7 @@ def test_synchronized_passes_add_up_where_gradients_are_sharded(stage):
 def test_any_optimizer_of_the_library_trains_the_same_bits(stage):
     def rank(comm, stage):
         ddp = shard(MLP(), comm, stage, "ordered")
-        optimizer = SGD(ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        optimizer = SGD(ddp.parameters(), lr=0.1, momentum=0.9)
         for step in range(STEPS):
             ddp.loss(*points_of(1)(step, comm.rank)).backward()
             clip(ddp, 0.5)

@@ -72,10 +72,8 @@ def test_a_device_saves_and_resumes_too(device, tmp_path):
 def all_state(trainer):
     """Every field of the optimizer's and the loss scale's state, on rank 0: arrays of the serial model, and numbers."""
     optimizer, world = trainer.optimizer, trainer.mesh.world
-    kept = [optimizer.moments(i) for i in range(len(optimizer.parameters))]
     arrays = {"data": [p.data for p in optimizer.parameters], "value": optimizer.values()}
-    for kind in kept[0]:
-        arrays[kind] = [moments[kind] for moments in kept]
+    arrays |= {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
     found = dict(trainer.extra)
     for kind, values in arrays.items():
         whole = gather_state(trainer.model, optimizer.parameters, world, values)

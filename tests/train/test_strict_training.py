@@ -17,7 +17,8 @@ from training import run_until, using
 import minipar
 from minipar import backend
 from minipar.comm import serial
-from minipar.nn import GPT, SGD, AdamW, GPTConfig, clip_grad_norm
+from minipar.nn import GPT, SGD, AdamW, GPTConfig
+from minipar.parallel.grad_norm import clip_grad_norm
 
 CONFIG = GPTConfig(vocab_size=17, n_positions=8, n_embd=16, n_layer=2, n_head=2)
 RANDOM = np.random.Generator(np.random.Philox(8))
@@ -40,7 +41,7 @@ def serial_training(make_optimizer, recompute):
 
 
 def with_momentum(parameters):
-    return SGD(parameters, 0.1, 0.9, 0.01)
+    return SGD(parameters, 0.1, 0.9)
 
 
 @pytest.mark.parametrize(("make_optimizer", "recompute"), [(AdamW, False), (with_momentum, True)])

@@ -21,7 +21,7 @@ from visualize import Trace
 DEVICES, SPEED = 8, 1e12  # the model clock's default speed: operations per second
 NETWORK = Network(alpha=1e-6, beta=1 / 4e9)
 MODEL = GPTConfig(vocab_size=256, n_positions=64, n_embd=64, n_layer=4, n_head=4)
-FORWARD = MODEL.forward_flops(batch=8, length=64)
+FORWARD = 8 * 64 * sum(MODEL.segment_flops(64))
 COMPUTATION = 3 * FORWARD / SPEED  # seconds of forward and backward
 ELEMENTS = sum(parameter.size for parameter in GPT(MODEL, seed=None).parameters())
 

@@ -99,7 +99,7 @@ def expected_bytes(wrapper: DataParallel, microbatches: int = 1, reductions: int
 DEVICES, SPEED, BATCH, LENGTH = 4, 1e12, 8, 64
 MODEL = GPTConfig(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4)
 HEAD = 2 * BATCH * LENGTH * MODEL.n_embd * MODEL.vocab_size  # operations in forward; backward takes twice as many
-BLOCK = (MODEL.forward_flops(BATCH, LENGTH) - HEAD) // MODEL.n_layer
+BLOCK = (BATCH * LENGTH * sum(MODEL.segment_flops(LENGTH)) - HEAD) // MODEL.n_layer
 COMPUTATION = 3 * (HEAD + MODEL.n_layer * BLOCK) / SPEED  # seconds of forward and backward
 
 

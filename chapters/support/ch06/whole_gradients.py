@@ -1,7 +1,6 @@
-"""Join a tensor-parallel GPT's gradients and compare them with one device (sections 6.6, 6.8 and 6.9)."""
+"""Join a tensor-parallel GPT's gradients and compare them with one device (sections 6.6 and 6.9)."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from chapters.support.whole_runs import relative_difference
 from minipar.autograd import causal_attention
 from minipar.comm.communicator import Communicator
-from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
+from minipar.nn import GPT, GPTConfig
 from minipar.parallel.placement import Shard
 from minipar.parallel.tensor.plan import tensor_parallel
 
@@ -30,16 +29,13 @@ def whole_gradients(
     batch: tuple[np.ndarray, np.ndarray],
     parallel: bool = True,
     sequence: bool = False,
-    dropout: float = 0.0,
 ) -> tuple[float, dict[str, np.ndarray], dict[str, int]]:
     """Return the mean loss, whole gradients by name, and {operation: bytes sent}, of a fresh float64 model."""
     inputs, targets = batch
-    model = GPT(shape, dtype="float64", dropout=dropout)
+    model = GPT(shape, dtype="float64")
     tensor = tensor_parallel(model, comm, "ordered", sequence) if parallel else None
     comm.traffic.reset()
-    keys = DropoutKeys(seed=0, step=0, samples=range(len(inputs)))
-    with dropping(keys) if dropout else nullcontext():
-        loss = model.loss_sum(inputs, targets)
+    loss = model.loss_sum(inputs, targets)
     loss.backward(np.full_like(loss.data, 1 / inputs.size))
     traffic = {op: nbytes for (op, _), (_, nbytes) in comm.traffic.counts.items()}
     for p in model.parameters():
@@ -54,15 +50,11 @@ def whole_gradients(
 
 
 def compare_with_one_device(
-    comm: Communicator,
-    shape: GPTConfig,
-    batch: tuple[np.ndarray, np.ndarray],
-    sequence: bool = False,
-    dropout: float = 0.0,
+    comm: Communicator, shape: GPTConfig, batch: tuple[np.ndarray, np.ndarray], sequence: bool = False
 ) -> tuple[float, dict[str, int]]:
     """Return the largest relative difference of the loss and of any gradient to one device, and {op: bytes sent}."""
-    one_loss, one, _ = whole_gradients(comm, shape, batch, parallel=False, dropout=dropout)
-    loss, gradients, traffic = whole_gradients(comm, shape, batch, sequence=sequence, dropout=dropout)
+    one_loss, one, _ = whole_gradients(comm, shape, batch, parallel=False)
+    loss, gradients, traffic = whole_gradients(comm, shape, batch, sequence=sequence)
     worst = max(relative_difference(gradients[name], one[name]) for name in one)
     return max(worst, abs(loss / one_loss - 1)), traffic
 

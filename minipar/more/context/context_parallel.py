@@ -32,13 +32,11 @@ from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
-from minipar.errors import UsageError
 from minipar.more.context.blockwise import BlockwiseAttention, attend, attend_backward, merge
 from minipar.more.context.context_guard import ContextGuard
 from minipar.more.context.token_order import METHODS, ContextParallel, check_choice
 from minipar.more.context.ulysses import UlyssesAttention
 from minipar.nn.gpt import SelfAttention
-from minipar.nn.layers import Dropout, MaskSlice
 from minipar.parallel.split_guards import check_split, note_split
 
 KEYS_VALUES = 0  # the tags of the ring's messages
@@ -286,10 +284,8 @@ def block_attention(
     """Compute `causal_attention` of whole sequences for this rank's tokens.
 
     (B, T/c, h + 2 h_kv) -> (B, T/c, h). Forward keeps this rank's q, k, v and result, and one value
-    per query and head. UsageError for dropout.
+    per query and head. `keep` is None, as `context_parallel` refuses dropout.
     """
-    if keep is not None:
-        refuse_dropout(probability, type(method).__name__)
     if kv_heads is None:
         kv_heads = heads
     return BlockwiseAttention.apply(qkv, heads, kv_heads, method.forward, method.backward)
@@ -304,23 +300,19 @@ def context_parallel(
 ) -> ContextParallel:  # fmt: skip
     """Let `model` work on this rank's tokens of each sample, in place.
 
-    Its attention, positions and dropout masks change. Give it `context.part(x)` and
+    Its attention and positions change. Give it `context.part(x)` and
     `context.part(y)` of whole samples x and y, and wrap it over all ranks that hold other tokens
     (`mesh.dp_cp`): gradients add up over them, and the loss is divided by the count of all their
     targets. `reduction`, "ring" or "ordered", is the order in which "all-gather" adds the gradients
     of keys and values. These gradients are added and sent in float32 at least, keys and values in
     the model's dtype.
 
-    UsageError if tokens or heads cannot be cut evenly, and for dropout with "ring" or "all-gather",
-    where no rank has all probabilities of a head. ValueError where positions end: each rank has a
-    whole sequence.
+    UsageError if tokens or heads cannot be cut evenly, and for a model with dropout. ValueError where
+    positions end: each rank has a whole sequence.
     """
     check_choice("method", method, METHODS)
     check_split(model, "context_parallel", comm)
     context = ContextParallel(comm, order)
-    modules: list[Any] = [module for _, module in model.named_modules()]
-    if context.size > 1 and method != "ulysses":
-        check_no_dropout(modules, method)
     note_split(model, "context_parallel", comm)
     if context.size == 1:
         return context
@@ -329,16 +321,12 @@ def context_parallel(
     limit = model.config.n_positions
     sum_dtype = xp.promote_types(model.dtype, "float32")
 
-    def own(indices: np.ndarray) -> np.ndarray:
-        """Select the indices of this rank's tokens from those of a whole sequence."""
-        return context.part(indices, dim=0)
-
     def positions(count: int) -> Array:
         """Return the positions of this rank's `count` tokens."""
         if c * count > limit:
             what = f"{c} ranks * {count} tokens, but the model has {limit} positions"
             raise ValueError(f"{what}: give context.part(x)")
-        return from_host(own(np.arange(c * count)))
+        return from_host(context.part(np.arange(c * count), dim=0))
 
     def attention_of(serial: Any) -> Any:
         """Return what takes the place of a module's serial attention."""
@@ -350,34 +338,7 @@ def context_parallel(
         return partial(block_attention, gathered)
 
     model.positions = positions
-    for module in modules:
-        if isinstance(module, Dropout) and drops_probabilities(module):
-            # The masks are (B, a, T, T). This layer sees T/c tokens, but Ulysses needs masks of all T:
-            # np.asarray keeps all indices. UlyssesAttention then takes the masks of its heads.
-            module.mask_slices.append(MaskSlice(2, c, np.asarray))
-            module.mask_slices.append(MaskSlice(3, c, np.asarray))
-        elif isinstance(module, Dropout):
-            # The masks are (B, T, h). Context parallelism cuts the tokens before sequence
-            # parallelism does, so this slice is the first.
-            module.mask_slices.insert(0, MaskSlice(1, c, own))
-        elif isinstance(module, SelfAttention):
+    for _, module in model.named_modules():
+        if isinstance(module, SelfAttention):
             module.attention = attention_of(module.attention)
     return context
-
-
-def drops_probabilities(module: Dropout) -> bool:
-    """Return whether a Dropout acts on the probabilities of attention."""
-    return module.name.endswith("attn_dropout")
-
-
-def check_no_dropout(modules: list[Any], method: str) -> None:
-    """Raise UsageError if one of these modules would drop probabilities of attention."""
-    for module in modules:
-        if isinstance(module, Dropout) and drops_probabilities(module) and module.p > 0:
-            refuse_dropout(module.p, f"method={method!r}")
-
-
-def refuse_dropout(probability: float, method: str) -> None:
-    """Raise UsageError: a `method` that never has all scores of a head cannot drop probabilities."""
-    what = f"dropout = {probability} needs all of attention's probabilities"
-    raise UsageError(f"{what}, which {method} never has: give method='ulysses' or dropout=0")

@@ -42,8 +42,8 @@ class UlyssesAttention:
     ) -> Tensor:  # fmt: skip
         """Compute attention: (B, T/c, h + 2 h_kv) -> (B, T/c, h).
 
-        `keep` are the masks of all heads and tokens, (B, a, T, T). Sends 2 (h + h_kv) u (c-1)/c
-        elements in forward, with u = B T/c tokens, and as many in backward.
+        `keep` is None, as `context_parallel` refuses dropout. Sends 2 (h + h_kv) u (c-1)/c elements in
+        forward, with u = B T/c tokens, and as many in backward.
         """
         c = self.context.size
         if kv_heads is None:
@@ -52,8 +52,6 @@ class UlyssesAttention:
         head_size = qkv.shape[-1] // (heads + 2 * kv_heads)
         h = heads * head_size
         h_kv = kv_heads * head_size
-        if keep is not None:
-            keep = self.own_masks(keep)
         # 1. Get q, k and v of all tokens for this rank's heads.
         columns = columns_of_ranks(c, [h, h_kv, h_kv])
         forward = partial(self.to_heads, columns=columns)
@@ -62,18 +60,12 @@ class UlyssesAttention:
         # 2. Compute the serial attention of these heads.
         own_heads = heads // c
         own_kv_heads = kv_heads // c
-        y = self.attention(qkv, own_heads, own_kv_heads, keep, probability)  # (B, T, h/c)
+        y = self.attention(qkv, own_heads, own_kv_heads)  # (B, T, h/c)
         # 3. Get the results of all heads for this rank's tokens.
         columns = columns_of_ranks(c, [h])
         forward = partial(self.to_tokens, columns=columns)
         backward = partial(self.to_heads, columns=columns)
         return mapping(y, forward, backward)  # (B, T/c, h)
-
-    def own_masks(self, keep: Array) -> Array:
-        """Return the masks of this rank's heads: (B, a, T, T) -> (B, a/c, T, T)."""
-        by_rank = xp.split(keep, self.context.size, axis=1)
-        # Backward keeps these masks. A view would keep the masks of all heads in memory.
-        return by_rank[self.context.rank].copy()
 
     def to_heads(self, x: Array, columns: np.ndarray) -> Array:
         """Exchange this rank's tokens of all columns for all tokens of its own columns.

@@ -72,17 +72,6 @@ class MixtralConfig(LlamaConfig):
         experts = 3 * (self.num_experts_per_tok - 1) * self.n_inner  # Llama counts one
         return super().layer_matrices + self.n_embd * (experts + self.num_local_experts)
 
-    @property
-    def active_parameters(self) -> int:
-        """Return the parameters that one token uses: all, but for those of idle experts."""
-        return super().parameters
-
-    @property
-    def parameters(self) -> int:
-        idle = self.num_local_experts - self.num_experts_per_tok
-        expert = 3 * self.n_embd * self.n_inner
-        return self.active_parameters + self.n_layer * idle * expert
-
     def build(self, **options: Any) -> "Mixtral":
         return Mixtral(self, **options)
 

@@ -16,10 +16,10 @@ from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides
-from minipar.more.llama import identity, inside_columns
+from minipar.more.llama import RMSNorm, identity, inside_columns
 from minipar.more.tree import tree_sums as tree
 from minipar.nn.gpt import LanguageModel
-from minipar.nn.layers import LayerNorm, Linear, RMSNorm, as_tensor
+from minipar.nn.layers import LayerNorm, Linear, as_tensor
 from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import Plan, TensorParallel, plan_of, tensor_parallel

@@ -40,8 +40,9 @@ from minipar.autograd.fused import _LayerNorm, add_rows, as_rows, getter, produc
 from minipar.autograd.rules import Gradient, Gradients, LazyGradient, Result
 from minipar.autograd.tensor import Function, Tensor, operation, record
 from minipar.backend import Array, xp
+from minipar.more.llama import RMSNorm
 from minipar.nn.gpt import TransformerConfig
-from minipar.nn.layers import LayerNorm, RMSNorm
+from minipar.nn.layers import LayerNorm
 
 
 def leaf_count(model: TransformerConfig, length: int) -> int:

@@ -15,7 +15,6 @@ from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides
 from minipar.nn.gpt import LanguageModel, SelfAttention
-from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel import placement
@@ -150,8 +149,9 @@ def tensor_parallel(
     """Split `model` over `comm` by the plan (default: the model's own), in place.
 
     Parameters keep their names and become this rank's part of their values. UsageError if tp does
-    not divide the heads (of keys), or if the ranks' models have different values; sends a checksum of
-    each parameter as control data. Sums travel in float32 at least, in the order `reduction`.
+    not divide the heads (of keys), if the model has dropout, or if the ranks' models have different
+    values; sends a checksum of each parameter as control data. Sums travel in float32 at least, in
+    the order `reduction`.
 
     A rank sends 8 B T h (t-1)/t elements per layer and microbatch: 2 all-reduces in forward and 2
     in backward or, with `sequence`, 2 all-gathers and 2 reduce-scatters in each. The embedding and
@@ -201,7 +201,7 @@ def fill_seams(model: LanguageModel, border: Border) -> None:
     model.project = partial(vocabulary.vocab_parallel_head, vocab_size=size, border=border)
     loss = vocabulary.vocab_parallel_cross_entropy_sum
     model.criterion = partial(loss, group=group, vocab_size=size)
-    for name, module in model.named_modules():
+    for _, module in model.named_modules():
         if hasattr(module, "enter"):  # a block that crosses the border for several of its layers
             module.enter = border.enter
         if hasattr(module, "leave"):
@@ -209,9 +209,3 @@ def fill_seams(model: LanguageModel, border: Border) -> None:
         if isinstance(module, SelfAttention):
             module.heads //= group.size
             module.kv_heads //= group.size
-        if isinstance(module, Dropout) and (border.sequence or name.endswith("attn_dropout")):
-            # A mask of attention is (B, heads, T, T), and a rank has some of the heads. Any other
-            # mask is (B, T, h), and with sequence parallelism a rank has some of the tokens. The T
-            # are what context parallelism leaves to this rank, so this slice comes after its slice.
-            part = partial(group.part, dim=0)
-            module.mask_slices.append(MaskSlice(1, group.size, part))

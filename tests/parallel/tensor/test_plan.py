@@ -42,21 +42,21 @@ from minipar.train.pretrained import save_pretrained
 
 
 @pytest.mark.parametrize(
-    ("tp", "sequence", "dropout", "recompute"),
+    ("tp", "sequence", "recompute"),
     [
-        (1, True, 0.3, False),
-        (2, False, 0.3, True),
-        (2, True, 0.0, False),
-        (3, False, 0.0, False),
-        (3, True, 0.3, True),
-        (4, False, 0.3, False),
-        (8, True, 0.3, False),
-        (8, False, 0.0, True),
+        (1, True, False),
+        (2, False, True),
+        (2, True, False),
+        (3, False, False),
+        (3, True, True),
+        (4, False, False),
+        (8, True, False),
+        (8, False, True),
     ],
 )
-def test_loss_and_every_gradient_are_the_serial_models(tp, sequence, dropout, recompute):
-    loss, gradients, _ = serial(tp, dropout)
-    results = run_local(tp, parallel, dropout, sequence, recompute)
+def test_loss_and_every_gradient_are_the_serial_models(tp, sequence, recompute):
+    loss, gradients, _ = serial(tp)
+    results = run_local(tp, parallel, sequence, recompute)
     for parallel_loss, parallel_gradients, _, replicated in results:
         assert parallel_loss == results[0][0] == pytest.approx(loss, rel=1e-13)
         assert list(parallel_gradients) == list(gradients)
@@ -67,9 +67,9 @@ def test_loss_and_every_gradient_are_the_serial_models(tp, sequence, dropout, re
 
 @pytest.mark.parametrize("tp", [2, 3, 8])
 def test_initial_weights_are_slices_of_the_serial_models_values(tp):
-    _, _, expected = serial(tp, 0.0)
+    _, _, expected = serial(tp)
     heads, _ = SHAPES[tp]
-    for _, _, weights, _ in run_local(tp, parallel, 0.0, False):
+    for _, _, weights, _ in run_local(tp, parallel, False):
         assert list(weights) == list(expected)
         assert all(weights[name].tobytes() == expected[name].tobytes() for name in expected)
 
