@@ -13,7 +13,7 @@ from minipar.parallel.buckets import Bucket
 from minipar.parallel.wrapper import DataParallel
 
 
-class DistributedDataParallel(DataParallel[Bucket]):
+class DistributedDataParallel(DataParallel):
     """A model whose gradients are all-reduced in buckets while backward runs (arXiv 2006.15704).
 
         ddp = DistributedDataParallel(model, comm)

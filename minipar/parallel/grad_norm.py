@@ -15,7 +15,7 @@ from minipar.errors import UsageError
 from minipar.nn import optim
 from minipar.nn.optim import squared_norm
 from minipar.nn.parameter import Parameter, owners_of
-from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, placement_of
+from minipar.parallel.placement import ParameterShard, Shard, placement_of
 
 WHOLE = 0  # the index of parameters that every tp rank holds whole
 SPLIT = 1  # the index of those of which it has a part
@@ -84,21 +84,20 @@ def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) ->
         placement = placement_of(p)
         kind = SPLIT if isinstance(placement.tp, Shard) else WHOLE
         gradient = p.grad.reshape(-1)
-        for chunk in range(chunks):  # a whole parameter may lie in several
-            elements = elements_in(p, chunk, chunks, own_only)
-            if elements:
-                square = squared_norm([gradient[elements.start : elements.stop]])
-                squares[chunk, placement.unit, kind] += square
+        for chunk, elements in enumerate(elements_by_chunk(p, chunks, own_only)):
+            square = squared_norm([gradient[elements.start : elements.stop]])
+            squares[chunk, placement.unit, kind] += square
     return squares
 
 
-def elements_in(p: Parameter, chunk: int, chunks: int, own_only: bool) -> range:
-    """Return which elements of a parameter's gradient lie in a chunk, or in this rank's own."""
-    in_no_bucket = chunks == 1 and placement_of(p).dp is None
-    if isinstance(p, ParameterShard) or in_no_bucket:
-        return range(p.size)
-    owned = bucket_slice(p)
-    return owned.own if own_only else owned.elements(chunk, chunks)
+def elements_by_chunk(p: Parameter, chunks: int, own_only: bool) -> list[range]:
+    """Return which elements of a parameter's gradient lie in each chunk, or in this rank's own alone."""
+    owned = placement_of(p).dp
+    if isinstance(p, ParameterShard) or owned is None:
+        return [range(p.size)]
+    if own_only:
+        return [owned.own]
+    return [owned.elements(chunk, chunks) for chunk in range(chunks)]
 
 
 def add_over_axes(squares: np.ndarray, tp: Communicator | None, pp: Communicator | None) -> np.ndarray:

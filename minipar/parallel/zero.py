@@ -9,21 +9,18 @@ reduce-scatter followed by an all-gather, and the optimizer's update fits betwee
     stage 3   parameters too (fsdp.py)
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
-from minipar.autograd.tensor import Tensor
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
 from minipar.nn.parameter import Parameter
-from minipar.parallel.buckets import Bucket, segments_of
-from minipar.parallel.chunks import Chunk, ShardedBucket, allocate_whole_gradient, at_backward
+from minipar.parallel.buckets import Bucket
+from minipar.parallel.chunks import Chunk, ShardedBucket, allocate_next_gradient
 from minipar.parallel.wrapper import DataParallel
 
 
-class ZeroStage1(DataParallel[ShardedBucket]):
+class ZeroStage1(DataParallel):
     """Data parallelism with sharded optimizer state: each rank updates its chunk of the model.
 
     Use it as DistributedDataParallel. Rank r has chunk r of each bucket. `parameters()` returns its
@@ -33,7 +30,7 @@ class ZeroStage1(DataParallel[ShardedBucket]):
 
     def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> ShardedBucket:
         bucket = ShardedBucket(parameters, comm)
-        bucket.move_values()
+        bucket.values = bucket.flatten_values("parameters")
         bucket.chunk = Chunk(bucket, bucket.values[bucket.own], self.own_gradient(bucket))
         return bucket
 
@@ -80,29 +77,17 @@ class ZeroStage2(ZeroStage1):
 
     accumulates_sums = True  # each sum is a chunk of its own, and is added to those before it
 
-    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> ShardedBucket:
-        bucket = super().make_bucket(parameters, comm)
-        for segment in segments_of(self.model):
-            if not set(segment.parameters).isdisjoint(parameters):
-                # Of the segments that read the bucket, backward reaches this first one last.
-                segment.run = partial(self.run, bucket, segment.run)
-                break
-        return bucket
-
     def own_gradient(self, bucket: Bucket) -> Array:
         """Allocate this rank's chunk of the gradient alone; backward allocates the whole one."""
         return allocate("gradients", bucket.own.stop - bucket.own.start, bucket.gradient_dtype)
 
-    def run(self, bucket: Bucket, forward: Callable[[Any], Tensor], x: Any) -> Tensor:
-        """Run a segment of the model. Backward allocates the bucket's gradient when it comes to the segment."""
-        return at_backward(forward(x), partial(self.pre_backward, bucket))
-
-    def pre_backward(self, bucket: Bucket) -> None:
-        """Allocate the whole gradient of a bucket."""
-        allocate_whole_gradient(bucket, self.works, self.hooks.enabled)
+    def begin_backward(self) -> None:
+        """Allocate the whole gradient of the first bucket; each sum then allocates the next one."""
+        allocate_next_gradient(self.hooks, self.works)
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the sum as stage 1 does. Then the message alone refers to the whole gradient."""
-        self.pre_backward(bucket)  # no segment has done so if the loss does not use the bucket
+        bucket.allocate_gradient("buffers")  # if no gradient has arrived
         super().reduce(bucket)
         bucket.free_gradient()
+        allocate_next_gradient(self.hooks, self.works)

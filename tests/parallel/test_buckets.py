@@ -39,7 +39,7 @@ class Watched:
         self.buckets = [Bucket(group, serial()) for group in groups]
         for bucket in self.buckets:
             bucket.allocate_gradient()[:] = np.nan
-        self.hooks = BackwardHooks(self.buckets, self.send, lambda: None)
+        self.hooks = BackwardHooks(self.buckets, lambda: None, self.send, lambda: None)
 
     def send(self, bucket):
         bucket.complete()
@@ -114,8 +114,9 @@ def test_the_next_unit_is_gathered_before_a_segment_runs(prefetch, forward, back
         for segment in model.segments:
             run, name = segment.run, segment.name
             segment.run = lambda x, run=run, name=name: (notes.append(name), run(x))[1]
-        loss = fully_shard(model, Gathers(comm, notes), prefetch=prefetch).loss(*text([comm.rank]))
-        loss.backward()
+        ddp = fully_shard(model, Gathers(comm, notes))
+        ddp.prefetch = prefetch
+        ddp.loss(*text([comm.rank])).backward()
         return notes
 
     assert run_local(2, rank) == [forward + backward] * 2

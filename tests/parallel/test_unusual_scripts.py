@@ -53,12 +53,16 @@ class Product(Module):
 
 
 class InParts(Product):
-    """The same in two parts, of which the first returns two values."""
+    """The same in two parts."""
 
     def __init__(self):
         super().__init__()
-        encoder = Segment("encoder", lambda x: self.encoder(x, scale=2.0), self.encoder.parameters())
-        self.segments = [encoder, Segment("head", self.product, self.head.parameters(), is_last=True)]
+        encoder = Segment("encoder", self.encode, self.encoder.parameters())
+        self.segments = [encoder, Segment("head", self.head, self.head.parameters(), is_last=True)]
+
+    def encode(self, x):
+        left, right = self.encoder(x, scale=2.0)
+        return left * right
 
     def forward(self, x, *, scale=2.0):
         for segment in self.segments:
