@@ -16,7 +16,7 @@ from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
-from minipar.parallel.placement import BucketSlice, Placement, placement_of, update
+from minipar.parallel.placement import BucketSlice, placement_of, update
 
 Group: TypeAlias = tuple[Sequence[Parameter], Communicator]
 
@@ -46,9 +46,7 @@ def by_unit(model: Module) -> list[list[Parameter]]:
 def number_units(units: Sequence[Sequence[Parameter]]) -> None:
     """Record the unit of each parameter, by which the gradient's norm is summed. One that is recorded stays."""
     for number, unit in enumerate(units):
-        for i, p in enumerate(unit):
-            if p.placement is None:
-                p.placement = Placement(str(i), p.shape)  # it belongs to no named model
+        for p in unit:
             if placement_of(p).units == 0:
                 update(p, unit=number, units=len(units))
 
@@ -58,6 +56,7 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[Parameter], comm: Communicator) -> None:
         self.parameters = tuple(parameters)
+        self.updated = list(parameters)  # by this rank's optimizer: ZeRO has shards in their place
         self.comm = comm
         self.size = sum(p.size for p in parameters)
         self.gradient_dtype = xp.promote_types(parameters[0].dtype, "float32")

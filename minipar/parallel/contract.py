@@ -18,7 +18,6 @@ from minipar.parallel.agreement import check_alike
 from minipar.parallel.buckets import Bucket, Group
 from minipar.parallel.placement import placement_of
 
-FORGOTTEN = "backward() after optimizer.step() would add to used gradients: call optimizer.zero_grad()"
 DIFFER = "every rank must do the same in every step, such as clip gradients and set the learning rate"
 DIFFERENT = (
     "draw values by name (mp.Linear(..., name=...)) or from one seed, and load the same on all ranks"
@@ -78,10 +77,17 @@ class Contract(Owner):
         """Note that backward of a scaled loss begins. RuntimeError if it would add to gradients that are used up."""
         if any(leaf.grad is not None for leaf in self.leaves):
             if self.state == "stepped":
-                raise RuntimeError(FORGOTTEN)
+                why = "backward() after optimizer.step() would add to used gradients"
+                raise RuntimeError(f"{why}: call optimizer.zero_grad()")
             if self.state == "summed" and not self.accumulates_sums:
                 why = "backward() would add to gradients that were summed over the ranks, and sum them again"
                 remedy = "run all microbatches of a step but the last inside `with wrapper.no_sync():`"
+                raise RuntimeError(f"{why}: {remedy}")
+            if self.state == "none" and not self.in_scaled_pass:
+                why = "backward() of wrapper.loss(x, y) plus a term that every rank would add (or after a failure)"
+                remedy = (
+                    "divide the term by the ranks, and run backward inside `wrapper.scaled_backward()`"
+                )
                 raise RuntimeError(f"{why}: {remedy}")
         self.in_scaled_pass = True
 

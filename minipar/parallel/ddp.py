@@ -39,10 +39,6 @@ class DistributedDataParallel(DataParallel):
         bucket.allocate_gradient()
         return bucket
 
-    def parameters(self) -> list[Parameter]:
-        """Return all parameters, in the model's order."""
-        return [p for bucket in reversed(self.buckets) for p in bucket.parameters]
-
     def reduce(self, bucket: Bucket) -> None:
         """Start the all-reduce of a bucket's gradients, in place."""
         work = bucket.comm.all_reduce(self.complete(bucket), algorithm=self.algorithm, async_op=True)

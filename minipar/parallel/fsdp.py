@@ -42,6 +42,7 @@ class Unit(Bucket):
         hold("parameters", data)
         self.reshard()
         self.chunk = Chunk(self, data, allocate("gradients", data.size, self.gradient_dtype))
+        self.updated = self.chunk.shards
 
     def unshard(self) -> None:
         """Start to gather the parameters, unless that has started. On d ranks, sends (d-1)/d of their bytes."""
@@ -110,14 +111,10 @@ class FullyShardedDataParallel(DataParallel):
     def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> Unit:
         return Unit(parameters, comm)
 
-    def parameters(self) -> list[Parameter]:
-        """Return this rank's shards, in the model's order."""
-        return [shard for unit in reversed(self.buckets) for shard in unit.chunk.shards]
-
     # ---- gathering and freeing: before and after a segment's forward and backward
 
-    def wrap_segments(self, segment_lists: Sequence[Sequence[Segment]]) -> None:
-        for segments in segment_lists:
+    def wrap_segments(self) -> None:
+        for segments in self.segment_lists:
             reads = [self.units_of(segment) for segment in segments]
             for i, segment in enumerate(segments):
                 following = reads[i + 1] if i + 1 < len(segments) else []

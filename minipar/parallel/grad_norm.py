@@ -51,7 +51,8 @@ def clip_grad_norm(
         return optim.clip_grad_norm(parameters, max_norm)  # a model on one device
     if tp is None and any(placement_of(p).tp.ranks > 1 for p in parameters):
         raise UsageError("clip_grad_norm: tp has cut these parameters: give its ranks, such as mesh.tp")
-    own_only = any(isinstance(p, ParameterShard) or is_expert(p) for p in parameters)
+    # Other ranks of dp do not hold what a rank has of shards and of experts.
+    own_only = any(isinstance(p, ParameterShard) or placement_of(p).ep is not None for p in parameters)
     count = 1
     if dp is not None:
         dp = dp.chunk_comm
@@ -65,11 +66,6 @@ def clip_grad_norm(
         dp.all_reduce(totals, algorithm="ordered")
     total = float(add_left_to_right(totals, axis=0))
     return optim.clip_grad_norm(parameters, max_norm, norm=math.sqrt(total))
-
-
-def is_expert(p: Parameter) -> bool:
-    """Return whether p is an expert's, which other ranks of dp do not hold."""
-    return placement_of(p).ep is not None
 
 
 def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) -> np.ndarray:
@@ -102,12 +98,12 @@ def elements_by_chunk(p: Parameter, chunks: int, own_only: bool) -> list[range]:
 
 def add_over_axes(squares: np.ndarray, tp: Communicator | None, pp: Communicator | None) -> np.ndarray:
     """Add squares (chunks, units, 2) over the ranks of pp and tp and over the units: (chunks,)."""
-    if pp is not None and pp.size > 1:
+    if pp is not None:
         # Each unit is one rank's, so this adds zeros and rounds nothing.
         pp.all_reduce(squares, algorithm="ordered")
     sums = add_left_to_right(squares, axis=1)  # (chunks, 2)
     split = sums[:, SPLIT].copy()
-    if tp is not None and tp.size > 1:
+    if tp is not None:
         tp.all_reduce(split, algorithm="ordered")
     return sums[:, WHOLE] + split
 

@@ -59,16 +59,13 @@ class DataParallel:
         self.whole = Segment("model", lambda call: call(), model.parameters(), is_last=True)
         if segment_lists is None:
             segment_lists = [getattr(model, "segments", [self.whole])]
-        self.wrap_segments(segment_lists)
+        self.segment_lists = segment_lists
+        self.wrap_segments()
 
     # ---- what each strategy defines
 
     def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> Any:
         """Make the bucket of a group, with the memory that it keeps between steps."""
-        raise NotImplementedError
-
-    def parameters(self) -> list[Parameter]:
-        """Return what this rank's optimizer must receive, in the model's order."""
         raise NotImplementedError
 
     def reduce(self, bucket: Any) -> None:
@@ -78,7 +75,7 @@ class DataParallel:
     def begin_backward(self) -> None:
         """Prepare for the first gradient of a pass, or of several under `no_sync`."""
 
-    def wrap_segments(self, segment_lists: Sequence[Sequence[Segment]]) -> None:
+    def wrap_segments(self) -> None:
         """Replace the `run` of segments, to act before and after their forward and backward."""
 
     def after_sums(self) -> None:
@@ -92,6 +89,10 @@ class DataParallel:
         return parameter.data
 
     # ---- what a script calls
+
+    def parameters(self) -> list[Parameter]:
+        """Return what this rank's optimizer must receive, in the model's order: parameters, or its shards of them."""
+        return [p for bucket in reversed(self.buckets) for p in bucket.updated]
 
     def __call__(self, *inputs: Array) -> Any:
         return self.whole.run(partial(self.model, *inputs))

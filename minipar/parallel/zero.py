@@ -32,16 +32,13 @@ class ZeroStage1(DataParallel):
         bucket = ShardedBucket(parameters, comm)
         bucket.values = bucket.flatten_values("parameters")
         bucket.chunk = Chunk(bucket, bucket.values[bucket.own], self.own_gradient(bucket))
+        bucket.updated = bucket.chunk.shards
         return bucket
 
     def own_gradient(self, bucket: Bucket) -> Array:
         """Allocate the bucket's whole gradient for all steps; return this rank's chunk of it, for the sum."""
         # The reduce-scatter reads this chunk last, and so may write into it.
         return bucket.allocate_gradient()[bucket.own]
-
-    def parameters(self) -> list[Parameter]:
-        """Return this rank's shards, in the model's order."""
-        return [shard for bucket in reversed(self.buckets) for shard in bucket.chunk.shards]
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the reduce-scatter of a bucket's gradients; this rank gets its chunk of the sum."""

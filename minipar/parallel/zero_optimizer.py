@@ -11,6 +11,7 @@ from minipar.nn.parameter import Owner, Parameter, owners_of
 from minipar.parallel.buckets import number_units
 from minipar.parallel.chunks import Chunk, ShardedBucket
 from minipar.parallel.contract import check_groups
+from minipar.parallel.placement import Placement
 
 
 def ZeroOptimizer(
@@ -42,6 +43,9 @@ class ZeroShards(Owner):
         self.algorithm = algorithm
         # Other owners, such as tensor parallelism, complete the gradients before they are summed.
         self.others = owners_of(self.parameters)
+        for i, p in enumerate(self.parameters):
+            if p.placement is None:
+                p.placement = Placement(str(i), p.shape)  # it belongs to no named model
         number_units([self.parameters])
         check_groups([(self.parameters, comm)], is_complete=True)
         self.bucket = ShardedBucket(self.parameters, comm)

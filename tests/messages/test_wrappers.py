@@ -82,6 +82,8 @@ REFUSED = {  # the script, at these stages, the error, and what it shows
     "an unscaled backward": (
         "model.loss(x, y).backward()", ALL, RuntimeError, "wrapper.loss(x, y)"),
     "the same after a failure": (FAILS, ALL, RuntimeError, "wrapper.loss(x, y)"),
+    "a loss plus a term": (
+        "(ddp.loss(x, y) + (model.first.bias**2.0).sum()).backward()", ALL, RuntimeError, "wrapper.scaled_backward()"),
     "two passes, each summed": ("backward(); backward()", [0, 1], RuntimeError, "wrapper.no_sync()"),
     "backward after the step": (
         "old = ddp.loss(x, y); train(1); old.backward()", [SERIAL, 0], RuntimeError, "backward()"),

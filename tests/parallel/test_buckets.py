@@ -9,9 +9,9 @@ from minipar.memory import MemoryLedger
 from minipar.more.casting import CastingComm
 from minipar.nn import Parameter
 from minipar.nn.module import Segment
-from minipar.parallel.buckets import BackwardHooks, Bucket, by_unit, number_units
+from minipar.parallel.buckets import BackwardHooks, Bucket, by_unit
 from minipar.parallel.chunks import Chunk
-from minipar.parallel.placement import attach_placements
+from minipar.parallel.placement import Placement, attach_placements
 from minipar.parallel.wrap import fully_shard, shard
 
 # ---- which parameters travel together --------------------------------------------------------------------------------
@@ -149,7 +149,8 @@ def test_backward_writes_each_gradient_into_its_buckets_array(stage):
 
 def bucket_of(rank, ranks, *sizes):
     parameters = [Parameter(np.zeros(n)) for n in sizes]
-    number_units([parameters])
+    for p in parameters:
+        p.placement = Placement("", p.shape)
     return Bucket(parameters, OneOf(rank, ranks))
 
 
