@@ -374,9 +374,9 @@ say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} 
 # *Deeper, 5 minutes.*
 #
 # Nobody writes a training loop with `finished` in it. So the hook of chapter 4 decides: backward completes the buckets
-# in their order, and each one that is sent makes the array for the full gradient of the next. Before that, it waits
-# until at most one older bucket still travels. So at most two full gradients exist at a time, plus one: that of the
-# tied embedding, which is complete only when backward ends. The message alone refers to a full gradient, so the
+# in their order, and when one has been sent, `prepare` makes the array for the full gradient of the next. Before that,
+# it waits until at most one older bucket still travels. So at most two full gradients exist at a time, plus one: that
+# of the tied embedding, which is complete only when backward ends. The message alone refers to a full gradient, so the
 # gradient is freed when it has been sent.
 
 # %%
@@ -384,7 +384,7 @@ from minipar.parallel.chunks import allocate_next_gradient
 from minipar.parallel.zero import ZeroStage2
 
 if rank == 0:
-    show_source(ZeroStage2.reduce, allocate_next_gradient)
+    show_source(ZeroStage2.prepare, allocate_next_gradient, ZeroStage2.reduce)
 
 # %% [markdown]
 # ## 5.4 Stage 3: shard the parameters

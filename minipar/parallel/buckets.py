@@ -14,7 +14,7 @@ from minipar.backend import Array, xp
 from minipar.comm.algorithms import chunk_bounds
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
-from minipar.nn.module import Module, Segment
+from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
 from minipar.parallel.placement import BucketSlice, placement_of, update
 
@@ -27,12 +27,9 @@ def by_unit(model: Module) -> list[list[Parameter]]:
     GPT: one group for each block, and one, the first, for the embedding and the head, which share
     the token embedding. A model without segments is one unit.
     """
-    segments: list[Segment] = getattr(model, "segments", [])
-    if not segments:
-        return [model.parameters()]
     groups: list[list[Parameter]] = []
     seen: set[Parameter] = set()
-    for segment in segments:
+    for segment in getattr(model, "segments", []):
         new = [p for p in segment.parameters if p not in seen]
         shared = [group for group in groups if not set(segment.parameters).isdisjoint(group)]
         if shared:
@@ -40,7 +37,7 @@ def by_unit(model: Module) -> list[list[Parameter]]:
         elif new:
             groups.append(new)
         seen.update(new)
-    return groups
+    return groups or [model.parameters()]
 
 
 def number_units(units: Sequence[Sequence[Parameter]]) -> None:
@@ -123,15 +120,15 @@ class Bucket:
 class BackwardHooks:
     """Calls `send(bucket)` for each bucket as soon as backward has completed it and all buckets before it.
 
-    The first gradient of a pass calls `begin()` before.
+    `prepare()` is called at the first gradient of a pass, and when backward goes on after a send.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], begin: Callable[[], None],
+        self, buckets: Sequence[Bucket], prepare: Callable[[], None],
         send: Callable[[Any], None], progress: Callable[[], None],
     ) -> None:  # fmt: skip
         self.buckets = buckets
-        self.begin = begin
+        self.prepare = prepare
         self.send = send
         self.progress = progress
         self.enabled = True  # False inside `no_sync`
@@ -151,13 +148,14 @@ class BackwardHooks:
         """Send the buckets that are complete. Backward calls this when the gradient of `leaf` is complete."""
         if not self.has_gradients:
             self.has_gradients = True
-            self.begin()
+            self.prepare()
         if not self.enabled:
             return
         self.incomplete[bucket].discard(leaf)
         # A complete bucket waits for those before it, so that all ranks start their collectives in one order.
         while self.unsent and not self.incomplete[self.unsent[0]]:
             self.send(self.unsent.pop(0))
+            self.prepare()
         self.progress()  # moves the messages under way; then backward goes on computing
 
     def finish(self) -> None:

@@ -173,19 +173,18 @@ class FullyShardedDataParallel(DataParallel):
 
     # ---- gradients, as in stage 2; strategies do not inherit from one another, so that each file is whole
 
-    def begin_backward(self) -> None:
-        """Allocate the whole gradient of the first unit; each sum then allocates the next one."""
+    def prepare(self) -> None:
+        """Allocate the whole gradient of the unit that backward completes next."""
         allocate_next_gradient(self.hooks, self.works)
 
     def reduce(self, unit: Unit) -> None:
         """Start to reduce-scatter the whole gradient of a unit, which is freed when it has been sent."""
-        unit.allocate_gradient("buffers")  # if no gradient has arrived
+        unit.allocate_gradient("buffers")  # if backward has not come to the unit
         gradient = self.complete(unit)
         out = unit.chunk.room_for_sum()
         work = unit.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True)
         self.works.append(work)
         unit.free_gradient()  # the message alone refers to it from here on
-        allocate_next_gradient(self.hooks, self.works)
 
     def after_sums(self) -> None:
         for unit in self.buckets:

@@ -54,7 +54,7 @@ class DataParallel:
         self.contract = Contract(
             model, self.parameters(), compared, self.after_step, self.accumulates_sums
         )
-        self.hooks = BackwardHooks(self.buckets, self.begin_backward, self.reduce, comm.progress)
+        self.hooks = BackwardHooks(self.buckets, self.prepare, self.reduce, comm.progress)
         # A model without segments is one, whose input is the call of the model or of its loss.
         self.whole = Segment("model", lambda call: call(), model.parameters(), is_last=True)
         if segment_lists is None:
@@ -72,8 +72,8 @@ class DataParallel:
         """Start the sum of a bucket's gradients, and return at once, so that backward goes on."""
         raise NotImplementedError
 
-    def begin_backward(self) -> None:
-        """Prepare for the first gradient of a pass, or of several under `no_sync`."""
+    def prepare(self) -> None:
+        """Prepare for the gradients that backward computes next."""
 
     def wrap_segments(self) -> None:
         """Replace the `run` of segments, to act before and after their forward and backward."""
@@ -102,8 +102,9 @@ class DataParallel:
         self.contract.before_loss()
         y = array_of(y)
         count = self.model.target_count(y)
-        begin = self.contract.begin_pass
-        return global_mean_loss(self.loss_sum(x, y), count, self.comm, begin, self.after_backward)
+        return global_mean_loss(
+            self.loss_sum(x, y), count, self.comm, self.contract.begin_pass, self.after_backward
+        )
 
     def loss_sum(self, x: Array, y: Array) -> Tensor:
         """Return this rank's loss, summed over its targets, for a script that scales it: see `scaled_backward`."""

@@ -78,13 +78,12 @@ class ZeroStage2(ZeroStage1):
         """Allocate this rank's chunk of the gradient alone; backward allocates the whole one."""
         return allocate("gradients", bucket.own.stop - bucket.own.start, bucket.gradient_dtype)
 
-    def begin_backward(self) -> None:
-        """Allocate the whole gradient of the first bucket; each sum then allocates the next one."""
+    def prepare(self) -> None:
+        """Allocate the whole gradient of the bucket that backward completes next."""
         allocate_next_gradient(self.hooks, self.works)
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the sum as stage 1 does. Then the message alone refers to the whole gradient."""
-        bucket.allocate_gradient("buffers")  # if no gradient has arrived
+        bucket.allocate_gradient("buffers")  # if backward has not come to the bucket
         super().reduce(bucket)
         bucket.free_gradient()
-        allocate_next_gradient(self.hooks, self.works)
