@@ -5,7 +5,6 @@ import pytest
 from training import MLP, OneOf, Proxy, bits, gradient_of, small_gpt, text
 
 from minipar.comm import run_local, serial
-from minipar.memory import MemoryLedger
 from minipar.more.casting import CastingComm
 from minipar.nn import Parameter
 from minipar.nn.module import Segment
@@ -167,23 +166,6 @@ def test_a_chunk_has_a_shard_of_each_parameter_in_it():
         [(1, 4, [4.0, 5.0, 6.0])],
         [(0, 1, [7.0]), (0, 2, [8.0, 9.0])],
     ]
-
-
-def test_the_sums_of_several_passes_are_each_added_once():
-    """The first lies in the gradient itself; the others lie in memory of their own until they are accepted."""
-    gradient = np.zeros(3)
-    chunk = Chunk(bucket_of(0, 1, 2, 1), np.zeros(3), gradient)
-    ledger = MemoryLedger()
-    with ledger.recording():
-        for value in (1.0, 10.0, 100.0):
-            chunk.room_for_sum()[:] = value
-            if value == 1.0:
-                chunk.accept_sums()
-        assert ledger.held["buffers"] == 2 * 3 * 8
-        chunk.accept_sums()
-    chunk.accept_sums()
-    assert gradient.tolist() == [111.0] * 3
-    assert [shard.grad.tolist() for shard in chunk.shards] == [[111.0, 111.0], [111.0]]
 
 
 def test_a_sum_in_another_dtype_is_cast_back_and_float64_stays():
