@@ -373,26 +373,18 @@ say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} 
 #
 # *Deeper, 5 minutes.*
 #
-# Nobody writes a training loop with `finished` in it. So the model's parts must notice by
-# themselves that backward arrives. A *unit* is a part of the model whose parameters share a bucket, here a block. An
-# identity operation is put on the unit's input and one on its output. Backward goes through the operations in reverse:
+# Nobody writes a training loop with `finished` in it. So the hook of chapter 4 decides: backward completes the buckets
+# in their order, and when one has been sent, `prepare` makes the array for the full gradient of the next. Before that,
+# it waits until at most one older bucket still travels. So at most two full gradients exist at a time, plus one: that
+# of the tied embedding, which is complete only when backward ends. The message alone refers to a full gradient, so the
+# gradient is freed when it has been sent.
 
 # %%
-if rank == 0:
-    show(figures.draw_identities(), "05_identities")
-
-# %% [markdown]
-# Stage 2 uses `pre_backward` only. It makes the array for the unit's full gradient when backward arrives at the unit,
-# and it waits until at most one older bucket still travels. So at most two full gradients exist at a time, plus one:
-# that of the tied embedding, which is complete only when backward ends. The message alone refers to a full gradient, so
-# the gradient is freed when it has been sent.
-
-# %%
-from minipar.parallel.chunks import allocate_whole_gradient
+from minipar.parallel.chunks import allocate_next_gradient
 from minipar.parallel.zero import ZeroStage2
 
 if rank == 0:
-    show_source(ZeroStage2.run, allocate_whole_gradient, ZeroStage2.reduce)
+    show_source(ZeroStage2.prepare, allocate_next_gradient, ZeroStage2.reduce)
 
 # %% [markdown]
 # ## 5.4 Stage 3: shard the parameters
@@ -559,10 +551,14 @@ if rank == 0:
 # Backward of a matrix product reads the weight. How can `reshard` free it? The node keeps the *parameter* object, not
 # its values, and reads the values only in backward, when they have been gathered again. `reshard` also makes mistakes
 # visible: while a unit is freed, its parameters hold a `placeholder`, a single NaN that stands for every element, so
-# that code that uses a parameter at the wrong time computes NaN. `run` puts the two identities of 5.3 around a segment:
+# that code that uses a parameter at the wrong time computes NaN.
+#
+# The model's parts must notice by themselves that backward arrives. So `run` puts an identity operation on the input of
+# a segment, here a block, and one on its output. Backward goes through the operations in reverse:
 
 # %%
 if rank == 0:
+    show(figures.draw_identities(), "05_identities")
     show_source(Unit.reshard, FSDP.run)
     show_source(FSDP.pre_backward, FSDP.gather, FSDP.free)
 

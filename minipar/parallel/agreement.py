@@ -2,9 +2,8 @@
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Iterable
+from itertools import zip_longest
 
 from minipar.backend import Array, to_host
 from minipar.comm.communicator import Communicator
@@ -22,10 +21,11 @@ def check_alike(comm: Communicator, arrays: Iterable[tuple[str, Array]], what: s
     own = [[name, checksum(array)] for name, array in arrays]
     everyone = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(own).encode())]
     for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            name = first_difference(theirs, everyone[0])
-            ranks = f"{name} of rank {comm.ranks[rank]} is not that of rank {comm.ranks[0]}"
-            raise UsageError(f"{what}: {ranks}; {remedy}")
+        for first, other in zip_longest(everyone[0], theirs):
+            if first != other:
+                name = (first or other)[0]
+                ranks = f"{name} of rank {comm.ranks[rank]} is not that of rank {comm.ranks[0]}"
+                raise UsageError(f"{what}: {ranks}; {remedy}")
 
 
 def check_same_batch(comm: Communicator, **arrays: Array) -> None:
@@ -35,14 +35,5 @@ def check_same_batch(comm: Communicator, **arrays: Array) -> None:
 
 
 def checksum(array: Array) -> int:
-    """Return the CRC-32 of an array's values and its shape."""
-    values = np.ascontiguousarray(to_host(array))
-    return zlib.crc32(values.reshape(-1).view(np.uint8).data, zlib.crc32(repr(values.shape).encode()))
-
-
-def first_difference(own: Sequence[Sequence[object]], other: Sequence[Sequence[object]]) -> object:
-    """Return the name of the first array that differs between two lists of names and checksums."""
-    for one, another in zip(own, other, strict=False):
-        if one != another:
-            return one[0]
-    return "the number of arrays"
+    """Return the CRC-32 of an array's shape and values."""
+    return zlib.crc32(repr(array.shape).encode() + to_host(array).tobytes())

@@ -14,28 +14,22 @@ from minipar.backend import Array, xp
 from minipar.comm.algorithms import chunk_bounds
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
-from minipar.nn.module import Module, Segment
+from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
-from minipar.parallel.placement import BucketSlice, Placement, placement_of, update
+from minipar.parallel.placement import BucketSlice, placement_of, update
 
 Group: TypeAlias = tuple[Sequence[Parameter], Communicator]
-
-
-def segments_of(model: Module) -> list[Segment]:
-    """Return the model's segments in the order in which they run; without any it is one."""
-    listed = getattr(model, "segments", [])
-    return listed or [Segment("model", model.forward, model.parameters(), is_last=True)]
 
 
 def by_unit(model: Module) -> list[list[Parameter]]:
     """Group the parameters that are used together; FSDP gathers one such unit at a time.
 
     GPT: one group for each block, and one, the first, for the embedding and the head, which share
-    the token embedding.
+    the token embedding. A model without segments is one unit.
     """
     groups: list[list[Parameter]] = []
     seen: set[Parameter] = set()
-    for segment in segments_of(model):
+    for segment in getattr(model, "segments", []):
         new = [p for p in segment.parameters if p not in seen]
         shared = [group for group in groups if not set(segment.parameters).isdisjoint(group)]
         if shared:
@@ -43,15 +37,13 @@ def by_unit(model: Module) -> list[list[Parameter]]:
         elif new:
             groups.append(new)
         seen.update(new)
-    return groups
+    return groups or [model.parameters()]
 
 
 def number_units(units: Sequence[Sequence[Parameter]]) -> None:
     """Record the unit of each parameter, by which the gradient's norm is summed. One that is recorded stays."""
     for number, unit in enumerate(units):
-        for i, p in enumerate(unit):
-            if p.placement is None:
-                p.placement = Placement(str(i), p.shape)  # it belongs to no named model
+        for p in unit:
             if placement_of(p).units == 0:
                 update(p, unit=number, units=len(units))
 
@@ -61,6 +53,7 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[Parameter], comm: Communicator) -> None:
         self.parameters = tuple(parameters)
+        self.updated = list(parameters)  # by this rank's optimizer: ZeRO has shards in their place
         self.comm = comm
         self.size = sum(p.size for p in parameters)
         self.gradient_dtype = xp.promote_types(parameters[0].dtype, "float32")
@@ -71,8 +64,11 @@ class Bucket:
         replica = comm.rank // sharing.size
         start = 0
         for p in parameters:
+            p.zero_grad()  # the first step's gradient would be added to it
             update(p, dp=BucketSlice(start, p.size, self.size, sharing.rank, sharing.size, replica))
             start += p.size
+        for leaf in self.leaves():
+            leaf.grad_dtype = self.gradient_dtype  # sums of 2 bytes would be too coarse
 
     def views(self, flat: Array) -> Iterator[tuple[Parameter, Array]]:
         """Yield each parameter with the part of `flat` that belongs to it, in the parameter's shape."""
@@ -80,6 +76,13 @@ class Bucket:
         for p in self.parameters:
             yield p, flat[start : start + p.size].reshape(p.shape)
             start += p.size
+
+    def flatten_values(self, kind: str) -> Array:
+        """Move the parameters into one flat array, which is returned."""
+        values = allocate(kind, self.size, self.parameters[0].dtype)
+        for p, view in self.views(values):
+            p.move_to(view)
+        return values
 
     def leaves(self) -> set[Tensor]:
         """Return every tensor whose gradient the bucket waits for: the parameters, and the leaves tied to them."""
@@ -115,12 +118,17 @@ class Bucket:
 
 
 class BackwardHooks:
-    """Calls `send(bucket)` for each bucket as soon as backward has completed it and all buckets before it."""
+    """Calls `send(bucket)` for each bucket as soon as backward has completed it and all buckets before it.
+
+    `prepare()` is called at the first gradient of a pass, and when backward goes on after a send.
+    """
 
     def __init__(
-        self, buckets: Sequence[Bucket], send: Callable[[Any], None], progress: Callable[[], None]
-    ) -> None:
+        self, buckets: Sequence[Bucket], prepare: Callable[[], None],
+        send: Callable[[Any], None], progress: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.buckets = buckets
+        self.prepare = prepare
         self.send = send
         self.progress = progress
         self.enabled = True  # False inside `no_sync`
@@ -138,19 +146,22 @@ class BackwardHooks:
 
     def on_gradient(self, bucket: Bucket, leaf: Tensor) -> None:
         """Send the buckets that are complete. Backward calls this when the gradient of `leaf` is complete."""
-        self.has_gradients = True
+        if not self.has_gradients:
+            self.has_gradients = True
+            self.prepare()
         if not self.enabled:
             return
         self.incomplete[bucket].discard(leaf)
         # A complete bucket waits for those before it, so that all ranks start their collectives in one order.
         while self.unsent and not self.incomplete[self.unsent[0]]:
             self.send(self.unsent.pop(0))
+            self.prepare()
         self.progress()  # moves the messages under way; then backward goes on computing
 
     def finish(self) -> None:
         """Send the remaining buckets, with zeros for what the loss did not use, and start again for the next pass."""
-        for bucket in self.unsent:
-            self.send(bucket)
+        while self.unsent:
+            self.send(self.unsent.pop(0))
         self.start_again()
 
     @contextmanager

@@ -3,15 +3,13 @@
 A chunk holds shards of parameters. The optimizer updates these shards.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from minipar.autograd.tensor import Tensor, mapping
 from minipar.backend import Array
 from minipar.comm.work import Work
 from minipar.memory import allocate
 from minipar.nn.parameter import Parameter
-from minipar.parallel.buckets import Bucket
+from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.placement import ParameterShard, bucket_slice
 
 
@@ -56,37 +54,18 @@ class ShardedBucket(Bucket):
     values: Array
     chunk: Chunk
 
-    def move_values(self) -> None:
-        """Move the parameters into one flat array."""
-        self.values = allocate("parameters", self.size, self.parameters[0].dtype)
-        for p, view in self.views(self.values):
-            p.move_to(view)
 
+def allocate_next_gradient(hooks: BackwardHooks, works: Sequence[Work]) -> None:
+    """Allocate the whole gradient of the bucket that backward completes next, unless there is one.
 
-def allocate_whole_gradient(bucket: Bucket, works: Sequence[Work], sends: bool) -> None:
-    """Allocate a bucket's whole gradient, unless there is one.
-
-    If this backward `sends` gradients, wait first for all but the last of the reduce-scatters under way
-    (`works`); this frees the whole gradients of those. Under `no_sync` the array stays until the last
-    microbatch.
+    Wait first for all but the last of the reduce-scatters under way (`works`); this frees the whole
+    gradients of those. Under `no_sync` allocate the whole gradients of all buckets, which stay until the
+    last microbatch.
     """
-    if not sends:
-        bucket.allocate_gradient("gradients")
-    elif bucket.gradient is None:
+    if not hooks.enabled:
+        for bucket in hooks.buckets:
+            bucket.allocate_gradient("gradients")
+    elif hooks.unsent and hooks.unsent[0].gradient is None:
         for work in works[:-1]:
             work.wait()
-        bucket.allocate_gradient("buffers")
-
-
-def at_backward(x: Any, call: Callable[[], None]) -> Any:
-    """Return x, or the items of a tuple or list, through an identity at which backward calls `call()`."""
-    if isinstance(x, tuple | list):
-        return type(x)([at_backward(item, call) for item in x])
-    if not (isinstance(x, Tensor) and x.requires_grad):
-        return x  # such as tokens: backward does not come here
-
-    def backward(grad: Array) -> Array:
-        call()
-        return grad
-
-    return mapping(x, lambda array: array, backward)
+        hooks.unsent[0].allocate_gradient("buffers")

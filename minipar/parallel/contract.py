@@ -8,18 +8,16 @@ gradients are summed, gradients that are used twice, and an optimizer of the wro
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from minipar.autograd.backward import queue_callback
 from minipar.autograd.tensor import Tensor
-from minipar.backend import xp
+from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter, owners_of
 from minipar.parallel.agreement import check_alike
-from minipar.parallel.buckets import Bucket, Group, number_units
-from minipar.parallel.placement import attach_placements, placement_of
+from minipar.parallel.buckets import Bucket, Group
+from minipar.parallel.placement import placement_of
 
-FORGOTTEN = "backward() after optimizer.step() would add to used gradients: call optimizer.zero_grad()"
 DIFFER = "every rank must do the same in every step, such as clip gradients and set the learning rate"
 DIFFERENT = (
     "draw values by name (mp.Linear(..., name=...)) or from one seed, and load the same on all ranks"
@@ -38,26 +36,26 @@ class Contract(Owner):
         self, model: Module, given: Sequence[Parameter], compared: Sequence[Bucket],
         share_updates: Callable[[], None], accumulates_sums: bool,
     ) -> None:  # fmt: skip
-        self.model = model
-        self.held = set(model.parameters())
         self.given = set(given)
         self.compared = compared
         self.share_updates = share_updates
         self.accumulates_sums = accumulates_sums
-        self.is_sharded = not self.given <= self.held
         self.holds_values = bool(compared)  # a model's `state_dict` asks for it
-        self.leaves = [leaf for p in self.held for leaf in (p, *p.ties)]
-        in_place = self.given | self.held if compared else self.given
+        whole = set(model.parameters())
+        in_place = self.given - whole  # shards
+        if in_place and compared:
+            in_place |= whole
         # The arrays in which the strategy has left the values that an optimizer changes.
-        self.values = {p: p.data for p in in_place} if self.is_sharded else {}
+        self.values = {p: p.data for p in in_place}
         # Gradients are none, local (not summed over the ranks yet), summed, or stepped.
         self.state = "none"
         # Whether a backward pass is running whose loss was divided by the targets of all ranks.
         self.in_scaled_pass = False
         self.losses = 0
-        self.updated: set[Parameter] = set()  # an optimizer has updated these with the current gradients
-        for p in self.held | self.given:
+        self.leaves: list[Tensor] = []
+        for p in whole | self.given:
             p.owners.append(self)
+            self.leaves += [p, *p.ties]
         for leaf in self.leaves:
             leaf.register_post_accumulate_grad_hook(self.on_gradient)
 
@@ -66,37 +64,35 @@ class Contract(Owner):
     def before_loss(self) -> None:
         """Compare the ranks' parameters before losses 2, 4, 8, ... UsageError, on every rank, if they differ.
 
-        UsageError too if the model has other parameters than when it was wrapped. Sends checksums,
-        which are not counted.
+        Sends checksums, which are not counted.
         """
         self.in_scaled_pass = False  # a backward pass that failed has left it True
-        if set(self.model.parameters()) != self.held:
-            remedy = "build the whole model first, then wrap it and make its optimizer"
-            raise UsageError(f"the model has other parameters than when it was wrapped: {remedy}")
         self.losses += 1
         if self.losses > 1 and self.losses.bit_count() == 1:
             for bucket in self.compared:
-                check_same_values(
-                    bucket.parameters, bucket.comm, "the ranks' parameters differ now", DIFFER
-                )
+                values = named_values(bucket.parameters)
+                check_alike(bucket.comm, values, "the ranks' parameters differ now", DIFFER)
 
     def begin_pass(self) -> None:
         """Note that backward of a scaled loss begins. RuntimeError if it would add to gradients that are used up."""
-        if any(p.grad is not None for p in (*self.leaves, *self.given)):
+        if any(leaf.grad is not None for leaf in self.leaves):
             if self.state == "stepped":
-                raise RuntimeError(FORGOTTEN)
+                why = "backward() after optimizer.step() would add to used gradients"
+                raise RuntimeError(f"{why}: call optimizer.zero_grad()")
             if self.state == "summed" and not self.accumulates_sums:
                 why = "backward() would add to gradients that were summed over the ranks, and sum them again"
                 remedy = "run all microbatches of a step but the last inside `with wrapper.no_sync():`"
                 raise RuntimeError(f"{why}: {remedy}")
+            if self.state == "none" and not self.in_scaled_pass:
+                why = "backward() of wrapper.loss(x, y) plus a term that every rank would add (or after a failure)"
+                remedy = (
+                    "divide the term by the ranks, and run backward inside `wrapper.scaled_backward()`"
+                )
+                raise RuntimeError(f"{why}: {remedy}")
         self.in_scaled_pass = True
 
-    def begin_backward(self) -> None:
-        """Call `begin_pass` now, and `end_pass` when the backward that is running ends."""
-        self.begin_pass()
-        queue_callback(self.end_pass)
-
     def end_pass(self) -> None:
+        """Note that backward of a scaled loss has ended."""
         self.in_scaled_pass = False
 
     @contextmanager
@@ -111,7 +107,6 @@ class Contract(Owner):
     def after_sum(self) -> None:
         """Note that the gradients are summed over the ranks."""
         self.state = "summed"
-        self.updated = set()
 
     # ---- calls from backward and from optimizers, as an owner of the parameters
 
@@ -150,11 +145,9 @@ class Contract(Owner):
     def before_step(self, parameters: Sequence[Parameter]) -> None:
         """Raise RuntimeError if gradients are not summed yet, or used up, UsageError if `p.data` was replaced."""
         self.sum_gradients()
-        own = self.given.intersection(parameters)
-        if own & self.updated:
+        if self.state == "stepped":
             remedy = "call zero_grad() and backward() between two steps, and make one optimizer"
             raise RuntimeError(f"optimizer.step() twice with the gradients of one backward(): {remedy}")
-        self.updated |= own
         for p, data in self.values.items():
             if p.data is not data:
                 what = f"{placement_of(p).name}.data was replaced after wrapping"
@@ -168,35 +161,19 @@ class Contract(Owner):
     def forget_gradients(self) -> None:
         """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
         self.state = "none"
-        self.updated = set()
         # The caller has forgotten the gradients of the shards, or those of the whole parameters.
-        if self.is_sharded:
-            for p in (*self.leaves, *self.given):
-                p.grad = None
-
-
-def prepare_groups(model: Module, groups: Sequence[Group], is_complete: bool) -> None:
-    """Record the placement and the unit of each parameter, before a strategy wraps the model.
-
-    From here on gradients add up in float32 at least. UsageError for two layers of one name, and as
-    `check_groups` says.
-    """
-    attach_placements(model)
-    check_groups(groups, is_complete)
-    for p in model.parameters():
-        for leaf in (p, *p.ties):
-            leaf.grad_dtype = xp.promote_types(p.dtype, "float32")  # sums of 2 bytes would be too coarse
+        for leaf in self.leaves:
+            leaf.grad = None
 
 
 def check_groups(groups: Sequence[Group], is_complete: bool) -> None:
-    """Number the units and forget old gradients. All ranks call it.
+    """Raise UsageError if data parallelism must not sum the gradients of these groups. All ranks call it.
 
-    UsageError if the ranks of a group hold different values, if an owner of the parameters sums
+    It must not if the ranks of a group hold different values, if an owner of the parameters sums
     these gradients otherwise, and for frozen parameters and several dtypes, which one flat array
     cannot hold. `is_complete` says whether terms of other axes, such as a
     LayerNorm's under sequence parallelism, are added before the sum.
     """
-    number_units([parameters for parameters, _ in groups])
     for parameters, comm in groups:
         for owner in owners_of(parameters):
             owner.check_sum(parameters, comm, is_complete)
@@ -205,13 +182,10 @@ def check_groups(groups: Sequence[Group], is_complete: bool) -> None:
         if names or len(dtypes) > 1:
             given = f"frozen: {names}, dtypes: {sorted(dtypes)}"
             raise UsageError(f"a wrapper trains all parameters in one dtype ({given})")
-        check_same_values(parameters, comm, f"the ranks of {comm.axis} hold different models", DIFFERENT)
-        for p in parameters:
-            p.zero_grad()  # the first step's gradient would be added to it
+        what = f"the ranks of {comm.axis} hold different models"
+        check_alike(comm, named_values(parameters), what, DIFFERENT)
 
 
-def check_same_values(
-    parameters: Sequence[Parameter], comm: Communicator, what: str, remedy: str
-) -> None:
-    """Raise UsageError, on every rank of `comm`, if they hold other values of these parameters."""
-    check_alike(comm, [(placement_of(p).name, p.data) for p in parameters], what, remedy)
+def named_values(parameters: Sequence[Parameter]) -> list[tuple[str, Array]]:
+    """Return the parameters' values with their names."""
+    return [(placement_of(p).name, p.data) for p in parameters]

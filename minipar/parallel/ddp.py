@@ -13,7 +13,7 @@ from minipar.parallel.buckets import Bucket
 from minipar.parallel.wrapper import DataParallel
 
 
-class DistributedDataParallel(DataParallel[Bucket]):
+class DistributedDataParallel(DataParallel):
     """A model whose gradients are all-reduced in buckets while backward runs (arXiv 2006.15704).
 
         ddp = DistributedDataParallel(model, comm)
@@ -38,10 +38,6 @@ class DistributedDataParallel(DataParallel[Bucket]):
             hold("parameters", p.data)  # counts its memory
         bucket.allocate_gradient()
         return bucket
-
-    def parameters(self) -> list[Parameter]:
-        """Return all parameters, in the model's order."""
-        return [p for bucket in reversed(self.buckets) for p in bucket.parameters]
 
     def reduce(self, bucket: Bucket) -> None:
         """Start the all-reduce of a bucket's gradients, in place."""

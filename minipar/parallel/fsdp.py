@@ -14,14 +14,15 @@ from typing import Any
 
 from minipar.autograd.backward import queue_callback
 from minipar.autograd.modes import grad_enabled
+from minipar.autograd.tensor import Tensor, mapping
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.memory import allocate, hold
-from minipar.nn.module import Module, Segment
+from minipar.nn.module import Segment
 from minipar.nn.parameter import Parameter, placeholder
-from minipar.parallel.buckets import Bucket, Group, segments_of
-from minipar.parallel.chunks import Chunk, allocate_whole_gradient, at_backward
+from minipar.parallel.buckets import Bucket
+from minipar.parallel.chunks import Chunk, allocate_next_gradient
 from minipar.parallel.wrapper import DataParallel
 
 
@@ -36,18 +37,11 @@ class Unit(Bucket):
         super().__init__(parameters, comm)
         self.dtype = parameters[0].dtype
         self.gathering: tuple[Array, Work] | None = None  # the whole array and its gather; None if freed
-        data = self.shard_values()
-        self.chunk = Chunk(self, data, allocate("gradients", data.size, self.gradient_dtype))
-
-    def shard_values(self) -> Array:
-        """Free the whole values, and return this rank's chunk of them."""
-        whole = allocate("buffers", self.size, self.dtype)
-        for p, view in self.views(whole):
-            p.move_to(view)
-        own = whole[self.own].copy()
-        hold("parameters", own)
+        data = self.flatten_values("buffers")[self.own].copy()
+        hold("parameters", data)
         self.reshard()
-        return own
+        self.chunk = Chunk(self, data, allocate("gradients", data.size, self.gradient_dtype))
+        self.updated = self.chunk.shards
 
     def unshard(self) -> None:
         """Start to gather the parameters, unless that has started. On d ranks, sends (d-1)/d of their bytes."""
@@ -68,7 +62,9 @@ class Unit(Bucket):
 
     def reshard(self) -> None:
         """Free the whole parameters. This rank's chunk stays."""
-        self.gathering = None
+        if self.gathering is not None:
+            self.gathering[1].wait()  # a prefetch may still be under way
+            self.gathering = None
         for leaf in self.leaves():
             leaf.data = placeholder(leaf.shape, self.dtype)
 
@@ -81,72 +77,57 @@ class SegmentUnits:
     reads: Sequence[Unit]  # the segment reads the parameters of these
     next_in_forward: Sequence[Unit]  # the segment that runs next in forward reads these
     next_in_backward: Sequence[Unit]  # the segment that runs next in backward reads these
-    completes: Sequence[Unit]  # this segment's backward gives these their last gradient
 
 
-def units_of_segments(segments: Sequence[Segment], units: Sequence[Unit]) -> list[SegmentUnits]:
-    """Return the units of each of the segments, which follow one another on this rank.
+def at_backward(x: Any, call: Callable[[], None]) -> Any:
+    """Return x through an identity at which backward calls `call()`."""
+    if not (isinstance(x, Tensor) and x.requires_grad):
+        return x  # such as tokens: backward does not come here
 
-    A parameter that is in no unit is left out: the head of a pipeline's last rank may read the
-    embedding, which is in a unit of the first rank.
-    """
-    reads = []
-    for segment in segments:
-        reads.append([unit for unit in units if not set(unit.parameters).isdisjoint(segment.parameters)])
-    found = []
-    seen: set[Unit] = set()
-    for i, segment in enumerate(segments):
-        following = reads[i + 1] if i + 1 < len(segments) else []
-        preceding = reads[i - 1] if i > 0 and segments[i - 1].reads_in_backward else []
-        # Of the segments that read a unit, backward reaches the first one last, and completes the unit there.
-        completes = [unit for unit in reads[i] if unit not in seen]
-        found.append(SegmentUnits(segment, reads[i], following, preceding, completes))
-        seen.update(reads[i])
-    return found
+    def backward(grad: Array) -> Array:
+        call()
+        return grad
+
+    return mapping(x, lambda array: array, backward)
 
 
-class FullyShardedDataParallel(DataParallel[Unit]):
+class FullyShardedDataParallel(DataParallel):
     """A model of which each of d ranks keeps 1/d. Parameters are whole only while they are used.
 
     Use it as DistributedDataParallel. Each block of a GPT is a unit; a module that lists no
     `segments` is one unit, which the wrapper's `loss` and the wrapper as a function gather. With
     `prefetch`, the next segment's units are gathered while a segment computes. The unit that
     embedding and head share is gathered once for each of them: the head's backward follows its
-    forward, and the embedding's backward does not read the parameters. `segment_lists` are what this
-    rank runs one after the other, such as a pipeline's stages; by default there is one list, the
-    model's `segments`. Of Psi parameters, each rank sends 2 Psi (d-1)/d elements per forward and
-    backward to gather them, and Psi (d-1)/d per step to reduce-scatter gradients; data parallelism
-    sends 2 Psi (d-1)/d.
+    forward, and the embedding's backward does not read the parameters. Of Psi parameters, each rank
+    sends 2 Psi (d-1)/d elements per forward and backward to gather them, and Psi (d-1)/d per step to
+    reduce-scatter gradients; data parallelism sends 2 Psi (d-1)/d.
     """
 
     accumulates_sums = True  # each sum is a chunk of its own, and is added to those before it
     holds_values = False
-
-    def __init__(
-        self, model: Module, comm: Communicator, algorithm: str = "ring", *,
-        prefetch: bool = True, segment_lists: Sequence[Sequence[Segment]] | None = None,
-        groups: Sequence[Group] | None = None,
-        before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(model, comm, algorithm, groups=groups, before_reduce=before_reduce)
-        self.prefetch = prefetch
-        self.whole_model: SegmentUnits | None = None  # a model without segments is gathered whole
-        if segment_lists is None:
-            segment_lists = [segments_of(model)]
-            if not getattr(model, "segments", []):
-                (self.whole_model,) = units_of_segments(segment_lists[0], self.buckets)
-        for segments in segment_lists:
-            for needs in units_of_segments(segments, self.buckets[::-1]):
-                needs.segment.run = partial(self.run, needs, needs.segment.run)
+    prefetch = True  # False: a unit's gather starts when a segment needs it
 
     def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> Unit:
         return Unit(parameters, comm)
 
-    def parameters(self) -> list[Parameter]:
-        """Return this rank's shards, in the model's order."""
-        return [shard for unit in reversed(self.buckets) for shard in unit.chunk.shards]
-
     # ---- gathering and freeing: before and after a segment's forward and backward
+
+    def wrap_segments(self) -> None:
+        for segments in self.segment_lists:
+            reads = [self.units_of(segment) for segment in segments]
+            for i, segment in enumerate(segments):
+                following = reads[i + 1] if i + 1 < len(segments) else []
+                preceding = reads[i - 1] if i > 0 and segments[i - 1].reads_in_backward else []
+                needs = SegmentUnits(segment, reads[i], following, preceding)
+                segment.run = partial(self.run, needs, segment.run)
+
+    def units_of(self, segment: Segment) -> list[Unit]:
+        """Return the units that a segment reads, in the model's order.
+
+        A parameter that is in no unit is left out: the head of a pipeline's last rank may read the
+        embedding, which is in a unit of the first rank.
+        """
+        return [u for u in reversed(self.buckets) if not set(u.parameters).isdisjoint(segment.parameters)]
 
     def run(self, needs: SegmentUnits, forward: Callable[[Any], Any], x: Any) -> Any:
         """Run a segment; gather and free its units before and after its forward and its backward."""
@@ -159,24 +140,12 @@ class FullyShardedDataParallel(DataParallel[Unit]):
         # Backward comes to y before the segment.
         return at_backward(y, partial(self.pre_backward, needs))
 
-    def run_model(self, function: Callable[..., Any], *inputs: Array) -> Any:
-        """Run the model, or its loss; a model without segments is gathered whole."""
-        if self.whole_model is None:
-            return function(*inputs)
-
-        def forward(_: None) -> Any:
-            return function(*inputs)
-
-        return self.run(self.whole_model, forward, None)
-
     def pre_backward(self, needs: SegmentUnits) -> None:
-        """Gather the segment's units, if its backward reads them; allocate the gradients that it completes."""
+        """Gather the segment's units, if its backward reads them."""
         if needs.segment.reads_in_backward:
             self.gather(needs.reads, needs.next_in_backward)
             # Backward does not come to an input without a gradient, such as that of a model without segments.
             queue_callback(partial(self.free, needs.reads))
-        for unit in needs.completes:
-            allocate_whole_gradient(unit, self.works, self.hooks.enabled)
 
     def gather(self, units: Sequence[Unit], prefetched: Sequence[Unit]) -> None:
         """Gather `units` and wait for them. With `prefetch`, start to gather `prefetched` before that wait."""
@@ -189,11 +158,9 @@ class FullyShardedDataParallel(DataParallel[Unit]):
             unit.wait_for_unshard()
 
     def free(self, units: Sequence[Unit]) -> None:
-        """Free those of `units` that are gathered."""
+        """Free the whole parameters of `units`."""
         for unit in units:
-            if unit.gathering is not None:
-                unit.wait_for_unshard()  # only waits here: a prefetch may still be under way
-                unit.reshard()
+            unit.reshard()
 
     def gather_parameter(self, parameter: Parameter) -> Array:
         """Return all values of a parameter on every rank. All ranks call it. Gathers the parameter's unit."""
@@ -205,9 +172,13 @@ class FullyShardedDataParallel(DataParallel[Unit]):
 
     # ---- gradients, as in stage 2; strategies do not inherit from one another, so that each file is whole
 
+    def prepare(self) -> None:
+        """Allocate the whole gradient of the unit that backward completes next."""
+        allocate_next_gradient(self.hooks, self.works)
+
     def reduce(self, unit: Unit) -> None:
         """Start to reduce-scatter the whole gradient of a unit, which is freed when it has been sent."""
-        allocate_whole_gradient(unit, self.works, self.hooks.enabled)  # if backward has not
+        unit.allocate_gradient("buffers")  # if backward has not come to the unit
         gradient = self.complete(unit)
         out = unit.chunk.room_for_sum()
         work = unit.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True)

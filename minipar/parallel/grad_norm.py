@@ -14,7 +14,7 @@ from minipar.backend import Array, is_host
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.parameter import Parameter, owners_of
-from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, placement_of
+from minipar.parallel.placement import ParameterShard, Shard, placement_of
 
 WHOLE = 0  # the index of parameters that every tp rank holds whole
 SPLIT = 1  # the index of those of which it has a part
@@ -55,7 +55,8 @@ def clip_grad_norm(
         return scaled_to(max_norm, parameters, math.sqrt(total))
     if tp is None and any(placement_of(p).tp.ranks > 1 for p in parameters):
         raise UsageError("clip_grad_norm: tp has cut these parameters: give its ranks, such as mesh.tp")
-    own_only = any(isinstance(p, ParameterShard) or is_expert(p) for p in parameters)
+    # Other ranks of dp do not hold what a rank has of shards and of experts.
+    own_only = any(isinstance(p, ParameterShard) or placement_of(p).ep is not None for p in parameters)
     count = 1
     if dp is not None:
         dp = dp.chunk_comm
@@ -102,11 +103,6 @@ def squared_norm(arrays: Iterable[Array]) -> float:
     return total
 
 
-def is_expert(p: Parameter) -> bool:
-    """Return whether p is an expert's, which other ranks of dp do not hold."""
-    return placement_of(p).ep is not None
-
-
 def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) -> np.ndarray:
     """Sum the squares of this rank's gradients: (chunks, units, 2), WHOLE and SPLIT.
 
@@ -119,31 +115,30 @@ def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) ->
         placement = placement_of(p)
         kind = SPLIT if isinstance(placement.tp, Shard) else WHOLE
         gradient = p.grad.reshape(-1)
-        for chunk in range(chunks):  # a whole parameter may lie in several
-            elements = elements_in(p, chunk, chunks, own_only)
-            if elements:
-                square = squared_norm([gradient[elements.start : elements.stop]])
-                squares[chunk, placement.unit, kind] += square
+        for chunk, elements in enumerate(elements_by_chunk(p, chunks, own_only)):
+            square = squared_norm([gradient[elements.start : elements.stop]])
+            squares[chunk, placement.unit, kind] += square
     return squares
 
 
-def elements_in(p: Parameter, chunk: int, chunks: int, own_only: bool) -> range:
-    """Return which elements of a parameter's gradient lie in a chunk, or in this rank's own."""
-    in_no_bucket = chunks == 1 and placement_of(p).dp is None
-    if isinstance(p, ParameterShard) or in_no_bucket:
-        return range(p.size)
-    owned = bucket_slice(p)
-    return owned.own if own_only else owned.elements(chunk, chunks)
+def elements_by_chunk(p: Parameter, chunks: int, own_only: bool) -> list[range]:
+    """Return which elements of a parameter's gradient lie in each chunk, or in this rank's own alone."""
+    owned = placement_of(p).dp
+    if isinstance(p, ParameterShard) or owned is None:
+        return [range(p.size)]
+    if own_only:
+        return [owned.own]
+    return [owned.elements(chunk, chunks) for chunk in range(chunks)]
 
 
 def add_over_axes(squares: np.ndarray, tp: Communicator | None, pp: Communicator | None) -> np.ndarray:
     """Add squares (chunks, units, 2) over the ranks of pp and tp and over the units: (chunks,)."""
-    if pp is not None and pp.size > 1:
+    if pp is not None:
         # Each unit is one rank's, so this adds zeros and rounds nothing.
         pp.all_reduce(squares, algorithm="ordered")
     sums = add_left_to_right(squares, axis=1)  # (chunks, 2)
     split = sums[:, SPLIT].copy()
-    if tp is not None and tp.size > 1:
+    if tp is not None:
         tp.all_reduce(split, algorithm="ordered")
     return sums[:, WHOLE] + split
 

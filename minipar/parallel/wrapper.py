@@ -2,29 +2,30 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any
 
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
-from minipar.nn.module import Module, array_of
+from minipar.nn.module import Module, Segment, array_of
 from minipar.nn.parameter import Parameter
-from minipar.parallel.buckets import BackwardHooks, Bucket, Group, by_unit
-from minipar.parallel.contract import Contract, prepare_groups
+from minipar.parallel.buckets import BackwardHooks, Bucket, Group, by_unit, number_units
+from minipar.parallel.contract import Contract, check_groups
 from minipar.parallel.loss import global_mean_loss
+from minipar.parallel.placement import attach_placements
 
-AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 
-
-class DataParallel(Generic[AnyBucket]):
+class DataParallel:
     """A model over the ranks of `comm`, each of which has other samples. Its subclasses are the strategies.
 
     Each of `groups` (parameters, ranks that hold them), or each unit of the model, becomes a bucket,
     which travels in one message. `before_reduce(parameters)` is called before each sum: tensor
-    parallelism adds there, in place, the gradients' terms of its other ranks. A strategy
-    says what a bucket is (`make_bucket`), how its gradients are summed (`reduce`), and what follows
-    the sums and the optimizer's step.
+    parallelism adds there, in place, the gradients' terms of its other ranks. `segment_lists` are
+    what this rank runs one after the other, such as a pipeline's stages; by default there is one
+    list, the model's `segments`. A strategy says what a bucket is (`make_bucket`), how its
+    gradients are summed (`reduce`), and what follows the sums and the optimizer's step.
     """
 
     accumulates_sums = False  # True if a step may add up the sums of several backward passes
@@ -33,11 +34,14 @@ class DataParallel(Generic[AnyBucket]):
     def __init__(
         self, model: Module, comm: Communicator, algorithm: str = "ring", *,
         groups: Sequence[Group] | None = None,
+        segment_lists: Sequence[Sequence[Segment]] | None = None,
         before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
     ) -> None:  # fmt: skip
         if groups is None:
             groups = [(unit, comm) for unit in by_unit(model)]
-        prepare_groups(model, groups, is_complete=before_reduce is not None)
+        attach_placements(model)
+        number_units([parameters for parameters, _ in groups])
+        check_groups(groups, is_complete=before_reduce is not None)
         self.model = model
         self.comm = comm
         self.algorithm = algorithm
@@ -50,21 +54,29 @@ class DataParallel(Generic[AnyBucket]):
         self.contract = Contract(
             model, self.parameters(), compared, self.after_step, self.accumulates_sums
         )
-        self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
+        self.hooks = BackwardHooks(self.buckets, self.prepare, self.reduce, comm.progress)
+        # A model without segments is one, whose input is the call of the model or of its loss.
+        self.whole = Segment("model", lambda call: call(), model.parameters(), is_last=True)
+        if segment_lists is None:
+            segment_lists = [getattr(model, "segments", [self.whole])]
+        self.segment_lists = segment_lists
+        self.wrap_segments()
 
     # ---- what each strategy defines
 
-    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> AnyBucket:
+    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> Any:
         """Make the bucket of a group, with the memory that it keeps between steps."""
         raise NotImplementedError
 
-    def parameters(self) -> list[Parameter]:
-        """Return what this rank's optimizer must receive, in the model's order."""
-        raise NotImplementedError
-
-    def reduce(self, bucket: AnyBucket) -> None:
+    def reduce(self, bucket: Any) -> None:
         """Start the sum of a bucket's gradients, and return at once, so that backward goes on."""
         raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Prepare for the gradients that backward computes next."""
+
+    def wrap_segments(self) -> None:
+        """Replace the `run` of segments, to act before and after their forward and backward."""
 
     def after_sums(self) -> None:
         """Make the sums, which have arrived, the gradients of `parameters()`."""
@@ -76,32 +88,34 @@ class DataParallel(Generic[AnyBucket]):
         """Return all values of a parameter on every rank. All ranks call it."""
         return parameter.data
 
-    def run_model(self, function: Callable[..., Any], *inputs: Array) -> Any:
-        """Run the model, or its loss."""
-        return function(*inputs)
-
     # ---- what a script calls
 
+    def parameters(self) -> list[Parameter]:
+        """Return what this rank's optimizer must receive, in the model's order: parameters, or its shards of them."""
+        return [p for bucket in reversed(self.buckets) for p in bucket.updated]
+
     def __call__(self, *inputs: Array) -> Any:
-        return self.run_model(self.model, *inputs)
+        return self.whole.run(partial(self.model, *inputs))
 
     def loss(self, x: Array, y: Array) -> Tensor:
         """Return the mean loss over the targets of all ranks. All ranks call it; see loss.py."""
         self.contract.before_loss()
         y = array_of(y)
         count = self.model.target_count(y)
-        begin = self.contract.begin_backward
-        return global_mean_loss(self.loss_sum(x, y), count, self.comm, begin, self.after_backward)
+        return global_mean_loss(
+            self.loss_sum(x, y), count, self.comm, self.contract.begin_pass, self.after_backward
+        )
 
     def loss_sum(self, x: Array, y: Array) -> Tensor:
         """Return this rank's loss, summed over its targets, for a script that scales it: see `scaled_backward`."""
-        return self.run_model(self.model.loss_sum, x, y)
+        return self.whole.run(partial(self.model.loss_sum, x, y))
 
     def after_backward(self) -> None:
         """Finish the sums, unless inside `no_sync`.
 
         Several losses in one pass queue this several times; only the first call finds gradients.
         """
+        self.contract.end_pass()
         if self.hooks.enabled and self.hooks.has_gradients:
             self.synchronize()
 
@@ -113,7 +127,7 @@ class DataParallel(Generic[AnyBucket]):
         self.hooks.finish()
         for work in self.works:
             work.wait()
-        self.works = []
+        self.works.clear()
         self.after_sums()
         self.contract.after_sum()
 

@@ -9,21 +9,18 @@ reduce-scatter followed by an all-gather, and the optimizer's update fits betwee
     stage 3   parameters too (fsdp.py)
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
-from minipar.autograd.tensor import Tensor
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
 from minipar.nn.parameter import Parameter
-from minipar.parallel.buckets import Bucket, segments_of
-from minipar.parallel.chunks import Chunk, ShardedBucket, allocate_whole_gradient, at_backward
+from minipar.parallel.buckets import Bucket
+from minipar.parallel.chunks import Chunk, ShardedBucket, allocate_next_gradient
 from minipar.parallel.wrapper import DataParallel
 
 
-class ZeroStage1(DataParallel[ShardedBucket]):
+class ZeroStage1(DataParallel):
     """Data parallelism with sharded optimizer state: each rank updates its chunk of the model.
 
     Use it as DistributedDataParallel. Rank r has chunk r of each bucket. `parameters()` returns its
@@ -33,18 +30,15 @@ class ZeroStage1(DataParallel[ShardedBucket]):
 
     def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> ShardedBucket:
         bucket = ShardedBucket(parameters, comm)
-        bucket.move_values()
+        bucket.values = bucket.flatten_values("parameters")
         bucket.chunk = Chunk(bucket, bucket.values[bucket.own], self.own_gradient(bucket))
+        bucket.updated = bucket.chunk.shards
         return bucket
 
     def own_gradient(self, bucket: Bucket) -> Array:
         """Allocate the bucket's whole gradient for all steps; return this rank's chunk of it, for the sum."""
         # The reduce-scatter reads this chunk last, and so may write into it.
         return bucket.allocate_gradient()[bucket.own]
-
-    def parameters(self) -> list[Parameter]:
-        """Return this rank's shards, in the model's order."""
-        return [shard for bucket in reversed(self.buckets) for shard in bucket.chunk.shards]
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the reduce-scatter of a bucket's gradients; this rank gets its chunk of the sum."""
@@ -80,29 +74,16 @@ class ZeroStage2(ZeroStage1):
 
     accumulates_sums = True  # each sum is a chunk of its own, and is added to those before it
 
-    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> ShardedBucket:
-        bucket = super().make_bucket(parameters, comm)
-        for segment in segments_of(self.model):
-            if not set(segment.parameters).isdisjoint(parameters):
-                # Of the segments that read the bucket, backward reaches this first one last.
-                segment.run = partial(self.run, bucket, segment.run)
-                break
-        return bucket
-
     def own_gradient(self, bucket: Bucket) -> Array:
         """Allocate this rank's chunk of the gradient alone; backward allocates the whole one."""
         return allocate("gradients", bucket.own.stop - bucket.own.start, bucket.gradient_dtype)
 
-    def run(self, bucket: Bucket, forward: Callable[[Any], Tensor], x: Any) -> Tensor:
-        """Run a segment of the model. Backward allocates the bucket's gradient when it comes to the segment."""
-        return at_backward(forward(x), partial(self.pre_backward, bucket))
-
-    def pre_backward(self, bucket: Bucket) -> None:
-        """Allocate the whole gradient of a bucket."""
-        allocate_whole_gradient(bucket, self.works, self.hooks.enabled)
+    def prepare(self) -> None:
+        """Allocate the whole gradient of the bucket that backward completes next."""
+        allocate_next_gradient(self.hooks, self.works)
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the sum as stage 1 does. Then the message alone refers to the whole gradient."""
-        self.pre_backward(bucket)  # no segment has done so if the loss does not use the bucket
+        bucket.allocate_gradient("buffers")  # if backward has not come to the bucket
         super().reduce(bucket)
         bucket.free_gradient()

@@ -77,6 +77,8 @@ REFUSED = {  # the script, at these stages, the error, and what it shows
     "an unscaled backward": (
         "model.loss(x, y).backward()", ALL, RuntimeError, "wrapper.loss(x, y)"),
     "the same after a failure": (FAILS, ALL, RuntimeError, "wrapper.loss(x, y)"),
+    "a loss plus a term": (
+        "(ddp.loss(x, y) + (model.first.bias**2.0).sum()).backward()", ALL, RuntimeError, "wrapper.scaled_backward()"),
     "two passes, each summed": ("backward(); backward()", [0, 1], RuntimeError, "wrapper.no_sync()"),
     "backward twice": (
         "loss = ddp.loss(x, y); loss.backward(); loss.backward()", [SERIAL], ValueError, "backward()"),
@@ -90,8 +92,6 @@ REFUSED = {  # the script, at these stages, the error, and what it shows
         "second = SGD(ddp.parameters()); backward(); optimizer.step(); second.step()", EVERY, RuntimeError),
     "the norm of shards": (
         "backward(); mp.clip_grad_norm(ddp.parameters(), 1.0)", SHARDED, UsageError, "clip_grad_norm"),
-    "a layer added later": (
-        "train(2); model.third = Linear(3, 3, name='third', dtype='float64'); ddp.loss(x, y)", ALL, UsageError),
     "values replaced later": (
         "train(2); model.parameters()[-1].data = np.zeros(1); train(1)", [1, 2], UsageError, "second.bias.data"),
     "a shard's values replaced": (

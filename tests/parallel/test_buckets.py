@@ -5,13 +5,12 @@ import pytest
 from training import MLP, OneOf, Proxy, bits, gradient_of, small_gpt, text
 
 from minipar.comm import run_local, serial
-from minipar.memory import MemoryLedger
 from minipar.more.casting import CastingComm
 from minipar.nn import Parameter
 from minipar.nn.module import Segment
-from minipar.parallel.buckets import BackwardHooks, Bucket, by_unit, number_units
+from minipar.parallel.buckets import BackwardHooks, Bucket, by_unit
 from minipar.parallel.chunks import Chunk
-from minipar.parallel.placement import attach_placements
+from minipar.parallel.placement import Placement, attach_placements
 from minipar.parallel.wrap import fully_shard, shard
 
 # ---- which parameters travel together --------------------------------------------------------------------------------
@@ -39,7 +38,7 @@ class Watched:
         self.buckets = [Bucket(group, serial()) for group in groups]
         for bucket in self.buckets:
             bucket.allocate_gradient()[:] = np.nan
-        self.hooks = BackwardHooks(self.buckets, self.send, lambda: None)
+        self.hooks = BackwardHooks(self.buckets, lambda: None, self.send, lambda: None)
 
     def send(self, bucket):
         bucket.complete()
@@ -114,8 +113,9 @@ def test_the_next_unit_is_gathered_before_a_segment_runs(prefetch, forward, back
         for segment in model.segments:
             run, name = segment.run, segment.name
             segment.run = lambda x, run=run, name=name: (notes.append(name), run(x))[1]
-        loss = fully_shard(model, Gathers(comm, notes), prefetch=prefetch).loss(*text([comm.rank]))
-        loss.backward()
+        ddp = fully_shard(model, Gathers(comm, notes))
+        ddp.prefetch = prefetch
+        ddp.loss(*text([comm.rank])).backward()
         return notes
 
     assert run_local(2, rank) == [forward + backward] * 2
@@ -148,7 +148,8 @@ def test_backward_writes_each_gradient_into_its_buckets_array(stage):
 
 def bucket_of(rank, ranks, *sizes):
     parameters = [Parameter(np.zeros(n)) for n in sizes]
-    number_units([parameters])
+    for p in parameters:
+        p.placement = Placement("", p.shape)
     return Bucket(parameters, OneOf(rank, ranks))
 
 
@@ -165,23 +166,6 @@ def test_a_chunk_has_a_shard_of_each_parameter_in_it():
         [(1, 4, [4.0, 5.0, 6.0])],
         [(0, 1, [7.0]), (0, 2, [8.0, 9.0])],
     ]
-
-
-def test_the_sums_of_several_passes_are_each_added_once():
-    """The first lies in the gradient itself; the others lie in memory of their own until they are accepted."""
-    gradient = np.zeros(3)
-    chunk = Chunk(bucket_of(0, 1, 2, 1), np.zeros(3), gradient)
-    ledger = MemoryLedger()
-    with ledger.recording():
-        for value in (1.0, 10.0, 100.0):
-            chunk.room_for_sum()[:] = value
-            if value == 1.0:
-                chunk.accept_sums()
-        assert ledger.held["buffers"] == 2 * 3 * 8
-        chunk.accept_sums()
-    chunk.accept_sums()
-    assert gradient.tolist() == [111.0] * 3
-    assert [shard.grad.tolist() for shard in chunk.shards] == [[111.0, 111.0], [111.0]]
 
 
 def test_a_sum_in_another_dtype_is_cast_back_and_float64_stays():

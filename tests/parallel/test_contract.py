@@ -169,6 +169,25 @@ def test_two_losses_in_one_pass_are_summed_over_the_ranks_once(name, stage):
         np.testing.assert_allclose(one[parameter_name], array, rtol=1e-10, atol=1e-15)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_term_is_added_to_the_loss_inside_scaled_backward(stage):
+    def rank(comm):
+        ddp = shard(MLP(), comm, stage, "ordered")
+        loss = ddp.loss(*points_of(1)(0, comm.rank)) + (ddp(np.ones((1, 3))) ** 2.0).sum() / comm.size
+        with ddp.scaled_backward():
+            loss.backward()
+        return gradient_of(ddp)
+
+    def whole(model):
+        x, y = (np.concatenate(arrays) for arrays in zip(*[points_of(1)(0, r) for r in range(3)], strict=True))
+        (model.loss(x, y) + (model(np.ones((1, 3))) ** 2.0).sum()).backward()
+
+    expected = gradient_on_one_device(MLP(), [whole])
+    for gradient in run_local(3, rank):
+        for name, array in expected.items():
+            np.testing.assert_allclose(gradient[name], array, rtol=1e-10, atol=1e-15)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_synchronized_passes_add_up_where_gradients_are_sharded(stage):
     def rank(comm, passes):

@@ -105,13 +105,14 @@ class Watched(Proxy):
         return self.comm.reduce_scatter(full, **options)
 
 
-def most_at_a_time(size, kind, **kwargs):
+def most_at_a_time(size, kind, prefetch=True, **kwargs):
     """The most (full gradients, gathered units) on any rank in two passes, and what is left of either."""
 
     def rank(comm):
         model = make()
-        watch = Watched(comm, model, units=1 + kwargs.get("prefetch", True))
+        watch = Watched(comm, model, units=1 + prefetch)
         ddp = kind(model, watch, **kwargs)
+        ddp.prefetch = prefetch
         for turn in range(2):
             if comm.rank == 0 and turn == 0 and comm.size > 1:
                 time.sleep(0.05)  # the others run ahead, and their messages stay where they are

@@ -110,7 +110,8 @@ def test_in_a_ring_every_stage_is_one_device_within_rounding(stage):
 
 def test_prefetching_changes_no_bit():
     def losses(comm, prefetch):
-        ddp = FullyShardedDataParallel(small_gpt(), comm, prefetch=prefetch)
+        ddp = FullyShardedDataParallel(small_gpt(), comm)
+        ddp.prefetch = prefetch
         loss = own_samples(ddp, comm.rank)
         ddp.synchronize()
         return loss, bits(whole_state(ddp)), bits(gradient_of(ddp))

@@ -120,11 +120,11 @@ class Halving(SGD):
         super().update(i, parameter, gradient * self.factor)
 
 
-def test_a_setting_of_a_users_own_optimizer_is_set_inside():
+def test_a_zero_optimizer_has_the_users_own_setting():
     def rank(comm, factor):
         model = MLP()
         optimizer = mp.ZeroOptimizer(model.parameters(), Halving, comm, lr=0.1, factor=0.5)
-        optimizer.optimizer.factor = factor
+        optimizer.factor = factor
         model.loss_sum(*points(comm.rank)).backward()
         optimizer.step()
         return bits(model.state_dict())

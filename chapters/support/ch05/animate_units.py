@@ -69,7 +69,8 @@ class Watched(FullyShardedDataParallel):
 
     def __init__(self, watch: Any, model: Module, comm: Communicator) -> None:
         self.watch = watch
-        super().__init__(model, comm, prefetch=False)
+        super().__init__(model, comm)
+        self.prefetch = False
         for unit in self.buckets:
             unit.wait_for_unshard = partial(self.wait_for_unshard, unit)  # type: ignore[method-assign]
             unit.reshard = partial(self.reshard, unit)  # type: ignore[method-assign]
@@ -84,12 +85,14 @@ class Watched(FullyShardedDataParallel):
             self.watch("gather", self.number(unit))
 
     def reshard(self, unit: Unit) -> None:
+        is_whole = unit.gathering is not None
         Unit.reshard(unit)
-        self.watch("free", self.number(unit))
+        if is_whole:
+            self.watch("free", self.number(unit))
 
     def pre_backward(self, needs: Any) -> None:
         super().pre_backward(needs)
-        for unit in needs.completes:
+        for unit in needs.reads:
             self.watch("backward", self.number(unit))
 
     def reduce(self, unit: Any) -> None:

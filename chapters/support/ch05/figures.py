@@ -185,13 +185,13 @@ def draw_identities() -> Picture:
     axes.text(8.5, 2.3, "y", color=BLUE, fontsize=8, va="center")
     axes.text(8.5, 1.8, "gradient", color=VERMILION, fontsize=8, va="center")
     for x, text in (
-        (6.45, "1. backward comes here first\npre_backward: gather (stage 3),\nmake the unit's gradient array"),
+        (6.45, "1. backward comes here first\npre_backward: gather"),
         (4.1, "2. then here:\ngradients\nof the unit"),
-        (1.75, "3. and here last:\nfree (stage 3)"),
+        (1.75, "3. and here last:\nfree"),
     ):
         axes.text(x, 1.35, text, ha="center", va="top", fontsize=8, color=INK)
-    axes.text(1.75, 2.75, "before forward:\ngather (stage 3)", ha="center", fontsize=8, color=INK)
-    axes.text(6.45, 2.75, "after forward:\nfree (stage 3)", ha="center", fontsize=8, color=INK)
+    axes.text(1.75, 2.75, "before forward:\ngather", ha="center", fontsize=8, color=INK)
+    axes.text(6.45, 2.75, "after forward:\nfree", ha="center", fontsize=8, color=INK)
     return figure
 
 
