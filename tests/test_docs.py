@@ -26,7 +26,7 @@ def text(name):
 
 def links(document):
     """Targets of a document's links and pictures that are inside the project, such as "docs/speed.md#pipelines"."""
-    targets = re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"", document)
+    targets = re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"|^\[[^]]+\]: (\S+)$", document, re.MULTILINE)
     return [target for pair in targets for target in pair if target and not target.startswith("https://")]
 
 
@@ -35,17 +35,20 @@ def anchors(file):
     document = file.read_text(encoding="utf-8")
     if file.suffix == ".ipynb":
         document = "\n".join("".join(cell["source"]) for cell in json.loads(document)["cells"])
-    headings = re.findall(r"^#+ (.*)$", document, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", document, re.MULTILINE)}
+
+
+def anchor(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_to_files_and_headings(name):
     missing = []
     for target in links(text(name)):
-        path, _, anchor = target.partition("#")
+        path, _, place = target.partition("#")
         file = (ROOT / name).parent / path if path else ROOT / name
-        if not file.exists() or (anchor and anchor not in anchors(file)):
+        if not file.exists() or (place and place not in anchors(file)):
             missing.append(target)
     assert missing == []
 
@@ -88,6 +91,17 @@ def test_the_short_course_is_short_and_each_step_names_a_section():
     steps = sections(text(COURSE), 2)
     assert len(text(COURSE).split()) <= 1000 and len(steps) == 7
     assert [head for head, lines in steps.items() if ".ipynb#" not in "\n".join(lines)] == []
+
+
+def test_a_hundred_questions_name_their_sections():
+    entries = re.findall(r"^- \*\*.*(?:\n  .*)*", text("docs/index.md"), re.MULTILINE)
+    names = [entry.rsplit(" [", 1)[1].removesuffix("]") for entry in entries if entry.endswith("]")]
+    targets = dict(re.findall(r"^\[(.+)\]: (.+)$", text("docs/index.md"), re.MULTILINE))
+    assert len(names) >= 100 and set(names) == set(targets)
+    for name, target in targets.items():
+        section, _, title = name.partition(", ")
+        assert target.startswith(f"../chapters/{int(section.split('.')[0]):02}_"), name
+        assert target.partition("#")[2].startswith(anchor(title or f"{section} ")), name
 
 
 def test_the_way_of_a_gradient_names_functions_that_exist():
