@@ -17,6 +17,8 @@ import ml_dtypes  # noqa: F401 adds bfloat16 to NumPy
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
+from minipar.errors import UsageError
+
 Value = TypeVar("Value")
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share an interface, not a type
 
@@ -93,13 +95,21 @@ def setting(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
 
 
 def use_device(device: str, rank: int) -> None:
-    """Choose "cpu" (NumPy) or "cuda" (CuPy, GPU `rank` modulo the host's)."""
+    """Choose "cpu" (NumPy) or "cuda" (CuPy, GPU `rank` modulo the host's).
+
+    UsageError if CuPy or a GPU is missing.
+    """
     if device == "cpu":
         use(np)
         return
-    import cupy
+    try:
+        import cupy
 
-    cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
+        count = cupy.cuda.runtime.getDeviceCount()  # CUDA's own error if there is none
+    except Exception as error:
+        needs = "cuda needs CuPy (pip install 'minipar[gpu]') and a GPU"
+        raise UsageError(f"device {needs}: {error}") from None
+    cupy.cuda.Device(rank % count).use()
     use(cupy)
 
 

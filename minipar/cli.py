@@ -1,6 +1,7 @@
 """The parser of all command lines, which raises UsageError, and what programs do with that error and with --json."""
 
 import argparse
+import difflib
 import json
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,7 +10,7 @@ from minipar.errors import UsageError, error_line, print_line
 
 
 class UsageParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError where argparse would exit.
+    """An ArgumentParser that raises UsageError where argparse would exit, and names the flag that was probably meant.
 
     Flags are not abbreviated. Only the rank that `prints` shows `--help`.
     """
@@ -17,6 +18,15 @@ class UsageParser(argparse.ArgumentParser):
     def __init__(self, prints: bool = True, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         self.prints = prints
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag, _, _ = unknown[0].partition("=")
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            question = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"unrecognized arguments: {flag}{question}")
+        return found
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)

@@ -157,7 +157,7 @@ def attach_placements(model: Module) -> None:
 
     UsageError if two layers have one name: the strategies are where a model is seen as a whole.
     """
-    check_names(model.parameters())
+    check_names(drawn_names(model.parameters()))
     for name, parameter in model.named_parameters():
         if parameter.placement is None:
             parameter.placement = Placement(name, parameter.shape)
@@ -165,12 +165,16 @@ def attach_placements(model: Module) -> None:
             update(parameter, name=name)
 
 
-def check_names(parameters: Sequence[Parameter]) -> None:
+def drawn_names(parameters: Sequence[Parameter]) -> list[str]:
+    """Return what decides the initial values of each parameter that is drawn: its seed and name."""
+    return [f"seed and name {p.drawn_by}" for p in parameters if p.drawn_by is not None]
+
+
+def check_names(names: Sequence[str]) -> None:
     """Raise UsageError if two parameters are drawn by one name: their initial values would be the same."""
-    names = [parameter.drawn_by for parameter in parameters if parameter.drawn_by is not None]
-    for name in set(names):
+    for name in names:
         if names.count(name) > 1:
-            two = f"two parameters are drawn by the seed and name {name}, and so start alike"
+            two = f"two parameters are drawn by the {name}, and so start alike"
             raise UsageError(f"{two}: give each layer a name of its own")
 
 

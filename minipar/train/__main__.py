@@ -7,7 +7,6 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from minipar.comm import Communicator, DeviceMesh, Network, save_chrome_trace, s
 from minipar.comm.launch import launch
 from minipar.compare.recorder import Recorder
 from minipar.errors import UsageError
-from minipar.memory import KINDS, MemoryLedger
+from minipar.memory import MemoryLedger
 from minipar.train import checkpoint
 from minipar.train.data import load_tokens
 from minipar.train.flags import parse
@@ -39,7 +38,7 @@ def run(world: Communicator, argv: Sequence[str] | None = None) -> int:
         trainer, held_out = make_trainer(args, world)
         results = train(trainer, held_out)
     if args.memory:
-        save_ledger(ledger, args.memory, world)
+        ledger.save(args.memory, world)
     if args.export:
         state = trainer.state_dict()
         for name, values in state.items():
@@ -51,23 +50,6 @@ def run(world: Communicator, argv: Sequence[str] | None = None) -> int:
     verdict = verify(trainer, results)
     say(world, verdict.line)
     return int(not verdict.passed)
-
-
-def save_ledger(ledger: MemoryLedger, path: str, world: Communicator) -> None:
-    """Write all ranks' ledgers on rank 0. All ranks call it.
-
-    {"kinds": [...], "ranks": [{"rank", "peak", "peak_parts", "moments": [[phase, bytes of each kind], ...]}, ...]}
-    """
-    account = {
-        "rank": world.rank,
-        "peak": ledger.peak,
-        "peak_parts": ledger.peak_parts,
-        "moments": ledger.moments,
-    }
-    everyone = world.all_gather_bytes(json.dumps(account).encode())
-    if world.rank == 0:
-        content = {"kinds": KINDS, "ranks": [json.loads(data) for data in everyone]}
-        Path(path).write_text(json.dumps(content))
 
 
 def make_trainer(args: Namespace, world: Communicator) -> tuple[Trainer, np.ndarray | None]:

@@ -216,8 +216,6 @@ def check(args: Namespace) -> None:
         raise UsageError(
             f"--sync-every-microbatch needs --zero-stage 2 or 3, not {args.zero_stage}, and no pipeline"
         )
-    if args.dropout and args.tp * args.cp > 1:
-        raise UsageError(f"--dropout {args.dropout} needs tp = cp = 1, not {args.tp} and {args.cp}")
     if args.save_every and not args.save:
         raise UsageError(f"--save-every {args.save_every} writes nothing without --save DIR")
     if args.verify and args.dtype != "float64" and not is_exact(args):

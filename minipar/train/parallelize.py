@@ -25,28 +25,26 @@ from minipar.parallel.wrap import shard
 from minipar.parallel.wrapper import DataParallel
 
 Strategies = tuple[
-    DataParallel,
-    ContextParallel,
-    TensorParallel | None,
-    PipelineParallel | None,
-    PipelineExecutor,
-    PipelineExecutor,
+    DataParallel, ContextParallel, TensorParallel | None, PipelineParallel | None, PipelineExecutor
 ]
 
 
 def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Strategies:
     """Apply context, tensor, expert, pipeline and data parallelism to a serial model, in place.
 
-    Return the strategy of each axis; tensor and pipeline parallelism are None if their axis has one rank. The optimizer
-    takes the parameters of the first. The last two run a step's schedule, and the forward of one held-out sample.
+    Return (ddp, context, tensor, pipeline, executor): what data, context, tensor and pipeline parallelism have made,
+    and what runs a step's schedule. The optimizer takes ddp's parameters. `tensor` and `pipeline` are None if their
+    axis has one rank.
     """
-    # Context parallelism: each rank of cp has a part of every sample's tokens. Attention also needs the keys and
-    # values of the other parts, which the ranks send to one another.
+    # Context parallelism: each of c ranks has a part of every sample's tokens. Attention also needs the keys and values
+    # of the other parts, which the ranks send to one another. "zigzag" gives rank r the chunks r and 2c-1-r of 2c, so
+    # that all ranks have the same work under a causal mask.
     context = context_parallel(model, mesh.cp, args.context_parallel, "zigzag", args.reduction)
 
-    # Tensor parallelism: each rank of tp keeps a part of every layer. With sequence parallelism some gradients on a
-    # rank come from a part of the tokens alone: `tensor.sum_partial` sums these over tp, before dp sums them.
-    # With "tree", one rank too computes the layers in leaves, as any number of ranks would.
+    # Tensor parallelism: each of t ranks keeps a part of every layer. Some gradients on a rank are only a term of the
+    # sum (a router's; with sequence parallelism those of norms and row biases): `tensor.sum_partial` sums these over
+    # tp, before dp sums them. With "tree" every sum follows one fixed binary tree, so that all layouts have the same
+    # bits; one rank alone therefore uses it, too.
     sequence = args.sequence_parallel
     tensor = None
     if args.reduction == "tree":
@@ -58,8 +56,9 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     # ranks that hold the same experts, and all other gradients over dp x cp.
     experts = expert_parallel(model, mesh.ep, mesh.edp)
 
-    # Pipeline parallelism: each rank of pp keeps some stages; one rank has all segments in one stage, and runs one
-    # microbatch after the other. Each unit of parameters is sent in one message.
+    # Pipeline parallelism. A segment is the embedding, a block, or the head; a stage is a list of segments. Each rank
+    # of pp keeps some stages; one rank has all segments in one stage, and runs one microbatch after the other. A unit
+    # is the parameters whose gradients data parallelism will send together.
     if mesh.pp.size > 1:
         schedule = make(args.schedule, mesh.pp.size, args.microbatches, args.virtual_stages)
         pipeline = PipelineParallel(model, mesh.pp, schedule, args.seq_len)
@@ -69,11 +68,14 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
         schedule = make("1f1b", 1, args.microbatches)
         pipeline = None
         stages = {0: PipelineStage(model.segments)}
-        # The one device of `--verify` has the units of the pipeline that it stands for, and so its norm's order.
+        # The norm is added up unit by unit. The one device of `--verify` stands for a pipeline of `args.pp` ranks, and
+        # has its units, so that its norm has the same bits.
         units = segment_groups(model) if args.pp > 1 else by_unit(model)
 
     # Data parallelism: ranks of dp have other samples, and ranks of cp other tokens. Gradients are summed over both.
-    # Of several replicas of the shards, each has its own ranks (hybrid sharding).
+    # ZeRO shards over these ranks: stage 1 the optimizer's state, 2 gradients too, 3 parameters too. With several
+    # replicas the ranks form as many groups, and each group has a full set of shards (hybrid sharding). `groups` says
+    # which parameters are sent together, and over which ranks: of each unit the experts, and the rest.
     ranks: Any = mesh.dp_cp
     if args.zero_replicas > 1:
         ranks = HybridComm(mesh.dp_cp, args.zero_replicas)
@@ -91,8 +93,6 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     if sequence:
         tokens //= mesh.tp.size
     samples = args.global_batch // (args.dp * args.microbatches)
-    shape = (tokens, args.hidden)  # (T/c/t, h) of each sample
-    dtype = np.dtype(args.dtype)
-    executor = PipelineExecutor(schedule, mesh.pp, stages, (samples, *shape), dtype)
-    evaluator = PipelineExecutor(schedule.forwards(1), mesh.pp, stages, (1, *shape), dtype)
-    return ddp, context, tensor, pipeline, executor, evaluator
+    shape = (samples, tokens, args.hidden)  # (B, T/c/t, h): what a stage sends to the next one
+    executor = PipelineExecutor(schedule, mesh.pp, stages, shape, np.dtype(args.dtype))
+    return ddp, context, tensor, pipeline, executor

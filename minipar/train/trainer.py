@@ -22,6 +22,7 @@ from minipar.nn.gpt import LanguageModel
 from minipar.nn.layers import DropoutKeys, dropping
 from minipar.nn.optim import learning_rate
 from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.pipeline.stage import Around, PipelineExecutor
 from minipar.parallel.placement import placement_of
 from minipar.parallel.state import gather_state
 from minipar.train.data import Batches, Tokens
@@ -51,21 +52,25 @@ def make_model(args: Namespace) -> LanguageModel:
 
 
 class Trainer:
-    """One training of the flags `args`. The mesh has the sizes that they say, or is one device's (see verify.py).
+    """One training of the flags `args`. The mesh has the sizes that they say.
+
+    Under `--verify` one device's mesh trains again, and the flags still say dp and pp (verify.py).
 
     The global batch is cut into a share for each replica (rank of dp), and a share into microbatches.
     """
 
-    loss_order = "ordered"  # the order of the sum over replicas
-    clip: Callable[..., float] = staticmethod(clip_grad_norm)  # the sums in the norm
+    loss_order = "ordered"  # the order of the sum over replicas: the same bits in each run
+    clip: Callable[..., float] = staticmethod(clip_grad_norm)
 
     def __init__(self, args: Namespace, mesh: DeviceMesh, tokens: Tokens) -> None:
         self.args = args
         self.mesh = mesh
         self.model = make_model(args)
-        self.sizes = {name: p.size for name, p in self.model.named_parameters()}  # the serial model's
+        # Of the serial model, whose parameters checkpoints name; `parallelize` cuts them.
+        self.sizes = {name: p.size for name, p in self.model.named_parameters()}
         strategies = parallelize(self.model, mesh, args)
-        self.ddp, self.context, self.tensor, self.pipeline, self.executor, self.evaluator = strategies
+        self.ddp, self.context, self.tensor, self.pipeline, self.executor = strategies
+        self.evaluator = self.executor.evaluator()
         # `update_parameters` sets the learning rate of each step.
         self.optimizer = MixedPrecisionAdamW(
             self.ddp.parameters(), betas=args.betas, weight_decay=args.weight_decay
@@ -87,18 +92,19 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Take one optimizer step over the global batch. Every rank calls it with the same `step`."""
         clock = self.mesh.world.clock
-        # On a model clock, matrix products alone take time.
+        # A model clock simulates time: of what is computed, matrix products alone take some.
         with flop_counter(clock.compute) if isinstance(clock, ModelClock) else nullcontext():
             return self.update(step, self.gradient(step))
 
     def gradient(self, step: int) -> float:
-        """Compute the gradient of the global batch's mean loss, and of auxiliary losses; return the former.
+        """Compute the gradient of the global batch's mean loss plus auxiliary losses; return the mean loss.
 
-        `update` clips it. Who wants to see gradients before, such as `--record`, takes a step in these two halves.
+        `update` clips it. To see gradients before, call the two in turn, as `--record` does.
         """
         memory.enter("forward", restart=True)
         self.ddp.zero_grad()
-        # Ranks of tp route the same tokens, and `tensor.sum_partial` sums the router's gradients over them.
+        # The auxiliary loss of experts is a sum over samples, as the criterion is, so it has the same factor. Each rank
+        # of tp computes all of it, and `tensor.sum_partial` adds the router's gradients over tp: so each has 1/tp.
         scale_auxiliary_loss(self.model, self.loss_factor / self.mesh.tp.size, self.mesh.cp)
         loss = np.array([self.replica_gradient(step)])
         if self.pipeline is not None:
@@ -129,11 +135,12 @@ class Trainer:
     def replica_gradient(self, step: int) -> float:
         """Compute the gradients of this replica's microbatches and sum them over the replicas.
 
-        Return the replica's summed loss, on the last stage of a pipeline.
+        Return the sum of this rank's losses: 0 before the last stage of a pipeline, and on a rank of cp the loss of its
+        part of the tokens.
         """
         losses = self.run_schedule(step, self.mesh.dp.rank)
         if self.pipeline is not None:
-            self.pipeline.fetch_tied_gradient()
+            self.pipeline.fetch_tied_gradient()  # the head's, from the last stage to the first
         self.ddp.synchronize()
         return sum(losses)
 
@@ -144,18 +151,10 @@ class Trainer:
         microbatch after the other.
         """
         args = self.args
-        part = self.context.part  # this rank of cp has a part of the tokens
         # They are read before the first action: between two actions, the other ranks would wait.
         batches = []
         for m in range(args.microbatches):
-            inputs, targets = self.batches.batch(step, self.samples(replica, m))
-            batches.append((from_host(part(inputs)), from_host(part(targets))))  # (B, T/c) each
-
-        def tokens(m: int) -> Array:
-            return batches[m][0]
-
-        def loss(m: int, logits: Tensor) -> Tensor:
-            return self.model.criterion(logits, batches[m][1])
+            batches.append(self.own_tokens(*self.batches.batch(step, self.samples(replica, m))))
 
         @contextmanager
         def around(action: Any) -> Iterator[None]:
@@ -164,26 +163,43 @@ class Trainer:
             phase = "forward" if action.kind == "F" else "backward"
             memory.enter(phase)
             region = self.mesh.world.tracer.region(phase if self.pipeline is None else str(action))
-            # For recomputation too.
+            # Backward needs the keys too: recomputation draws forward's dropout masks again.
             masks = dropping(DropoutKeys(args.seed, step, self.samples(replica, m)))
-            # Every schedule runs the last microbatch's backward last. That backward sums gradients over the replicas;
-            # before, they add up on each rank.
+            # Every schedule runs the last microbatch's backward last. Only that backward sums gradients over the
+            # replicas; before, they add up on each rank, as in DDP's `no_sync`.
             sends = args.sync_every_microbatch or m == args.microbatches - 1
             summing = nullcontext() if sends else self.ddp.no_sync()
-            # A strategy refuses a backward whose loss `ddp.loss` has not divided. This one begins with its factor.
+            # A wrapper refuses the backward of a loss that its own `ddp.loss` has not divided by the count of targets.
+            # Here the executor multiplies by `loss_factor`, and `scaled_backward` allows that.
             with summing, masks, self.ddp.scaled_backward(), region:
                 yield
             self.after_action(action)
 
-        return self.executor.run(tokens, loss, self.loss_factor, around)
+        return self.run_executor(self.executor, batches, around)
+
+    def own_tokens(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Array, Array]:
+        """Return the tokens of this rank of cp, and their targets, on the device: (B, T) -> (B, T/c) each."""
+        return from_host(self.context.part(inputs)), from_host(self.context.part(targets))
+
+    def run_executor(
+        self, executor: PipelineExecutor, batches: list[tuple[Array, Array]], around: Around
+    ) -> list[float]:
+        """Run an executor's schedule over microbatches, pairs of inputs and targets.
+
+        Return the loss of each, summed over its tokens; 0 before the last stage.
+        """
+
+        def tokens(m: int) -> Array:
+            return batches[m][0]
+
+        def loss(m: int, logits: Tensor) -> Tensor:
+            return self.model.criterion(logits, batches[m][1])
+
+        return executor.run(tokens, loss, self.loss_factor, around)
 
     def after_action(self, action: Any) -> None:
         """Wait for the sums of a microbatch's gradients, with `--sync-every-microbatch`."""
-        if (
-            self.args.sync_every_microbatch
-            and action.kind == "B"
-            and action.microbatch < self.args.microbatches - 1
-        ):
+        if self.args.sync_every_microbatch and action.kind == "B":
             self.ddp.synchronize()
 
     def samples(self, replica: int, microbatch: int) -> range:
@@ -231,17 +247,6 @@ class Trainer:
 
     # ---- the validation loss -----------------------------------------------------------------------------------------
 
-    def sample_loss(self, sample: np.ndarray) -> float:
-        """Return the loss of one sample, (1, T + 1), summed over its tokens; 0 before the last stage."""
-        inputs = from_host(self.context.part(sample[:, :-1]))
-        targets = from_host(self.context.part(sample[:, 1:]))
-
-        def loss(m: int, logits: Tensor) -> Tensor:
-            return self.model.criterion(logits, targets)
-
-        (found,) = self.evaluator.run(lambda m: inputs, loss, scale=1.0, around=nullcontext)
-        return found
-
     def validation_loss(self, held_out: np.ndarray) -> float:
         """Return the mean loss of held-out samples, (n, T + 1). All ranks call it.
 
@@ -256,7 +261,8 @@ class Trainer:
             # Every rank computes the same number of samples, because ZeRO stage 3 gathers parameters in each.
             for i in range(dp.rank, len(losses), dp.size):
                 sample = held_out[min(i, count - 1)][None]  # (1, T + 1)
-                losses[i] = self.sample_loss(sample)
+                batch = self.own_tokens(sample[:, :-1], sample[:, 1:])
+                losses[i] = sum(self.run_executor(self.evaluator, [batch], nullcontext))
         self.mesh.dp_cp.all_reduce(losses, algorithm="ordered")
         self.mesh.pp.all_reduce(losses, algorithm="ordered")
         return sum(losses[:count]) / (count * self.args.seq_len)

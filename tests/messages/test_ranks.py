@@ -184,6 +184,7 @@ PP = "mesh = DeviceMesh(world, pp=2);"
 ON_8 = "mesh = DeviceMesh(world, dp=2, tp=2, pp=2); model = pipeline(mesh);"
 PIPELINES = {
     "stages and ranks": (2, f"{PP} pipeline(mesh, 'abc')", UsageError, "1f1b", "3/2"),
+    "one name on two ranks": (2, f"{PP} pipeline(mesh, 'aa')", UsageError, "aup.weight"),
     "one name on one rank": (1, "pipeline(DeviceMesh(world), 'aa')", UsageError, "aup.weight"),
     "backward again": (2, f"{PP} pipeline(mesh)(X, Y).backward()", ValueError, "PipelineModule"),
     "a pipeline split": (2, f"{PP} mp.tensor_parallel(pipeline(mesh), mesh.dp)", UsageError, "tensor_parallel"),

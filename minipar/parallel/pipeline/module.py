@@ -1,5 +1,6 @@
 """A pipeline of stages that the user wrote, on the axes of a mesh."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
@@ -16,7 +17,15 @@ from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel.agreement import check_same_batch
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
-from minipar.parallel.placement import Replicate, Shard, attach_placements, placement_of, update
+from minipar.parallel.placement import (
+    Replicate,
+    Shard,
+    attach_placements,
+    check_names,
+    drawn_names,
+    placement_of,
+    update,
+)
 from minipar.parallel.state import gather_state, local_part
 
 HEADER = 8  # int64 values ahead of each activation: dtype, number of dims, dims
@@ -66,6 +75,10 @@ class PipelineModule(Module, Owner):
                 segment = Segment(str(i), module, module.parameters())
                 segment_lists.setdefault(s, []).append(segment)
         attach_placements(self)
+        names = []
+        for text in pp.all_gather_bytes(json.dumps(drawn_names(self.parameters())).encode()):
+            names += json.loads(text)
+        check_names(names)
         for segments in segment_lists.values():
             for segment in segments:
                 for p in segment.parameters:

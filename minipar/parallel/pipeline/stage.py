@@ -102,6 +102,11 @@ class PipelineExecutor:
         self._results: dict[Key, Array] = {}
         self._sent: list[Work] = []
 
+    def evaluator(self) -> "PipelineExecutor":
+        """Return an executor that runs forward alone, of one sample."""
+        forward = self.schedule.forwards(1)
+        return PipelineExecutor(forward, self.comm, self.stages, (1, *self.shape[1:]), self.dtype)
+
     def run(self, tokens: Tokens, loss: Loss, scale: float, around: Around) -> list[float]:
         """Run one step: every action of this rank's list, each computation inside `around(action)`.
 
