@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minipar.autograd.modes import no_grad
+from minipar.autograd.tensor import no_grad
 from minipar.backend import from_host, to_host
 from minipar.cli import UsageParser, report
 from minipar.errors import UsageError

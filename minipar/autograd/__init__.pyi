@@ -15,13 +15,13 @@ from .fused import layer_norm as layer_norm
 from .fused import linear as linear
 from .fused import rms_norm as rms_norm
 from .fused import stack as stack
-from .modes import no_grad as no_grad
 from .recompute import checkpoint as checkpoint
 from .rules import Gradient as Gradient
 from .rules import LazyGradient as LazyGradient
 from .tensor import Function as Function
 from .tensor import Tensor as Tensor
 from .tensor import mapping as mapping
+from .tensor import no_grad as no_grad
 from .tensor import operation as operation
 from .tensor import relu as relu
 from .tensor import softmax as softmax

@@ -10,8 +10,8 @@ from minipar.errors import UsageError
 IGNORE_INDEX = -100  # PyTorch's and Hugging Face's mark for "no target here"
 
 
-def check_ids(ids: Array, count: int, what: str, where: str = "", ignored: int | None = None) -> None:
-    """Raise UsageError, with the first wrong id and its index, unless all ids are in 0..count-1 or `ignored`.
+def check_ids(ids: Array, count: int, what: str, where: str = "") -> None:
+    """Raise UsageError, with the first wrong id and its index, unless all ids are in 0..count-1.
 
     NumPy would take -1 as the last row, and a rank that holds a part of the vocabulary would take
     any id as another rank's. On a GPU the check waits for the ids, as `loss.item()` waits for the

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from minipar.autograd.modes import no_grad
-from minipar.autograd.tensor import Tensor
+from minipar.autograd.tensor import Tensor, no_grad
 from minipar.backend import from_host, to_host
 
 STEP = 1e-6

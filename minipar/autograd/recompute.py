@@ -5,9 +5,8 @@ NB: activation checkpointing; torch.utils.checkpoint.checkpoint.
 
 from collections.abc import Callable, Sequence
 
-from minipar.autograd.modes import grad_enabled, no_grad, randomness
 from minipar.autograd.rules import Gradients
-from minipar.autograd.tensor import Function, Tensor
+from minipar.autograd.tensor import Function, Tensor, grad_enabled, no_grad, randomness
 from minipar.backend import Array, setting
 
 

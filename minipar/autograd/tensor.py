@@ -9,19 +9,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, NoReturn, ParamSpec, Self
 
 import numpy as np
 
 import minipar.autograd.rules as rules
 from minipar.autograd.backward import Node, node_numbers, run_backward, unbroadcast
-from minipar.autograd.modes import grad_enabled
 from minipar.autograd.rules import Dims, Gradient, Gradients, LazyGradient
-from minipar.backend import Array, xp
+from minipar.backend import Array, setting, xp
 from minipar.memory import hold
 
 SHOWN = 8  # elements of a tensor whose values are printed; of a larger one the shape is
 P = ParamSpec("P")
+
+grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
+# Dropout sets these keys (nn/layers.py). A recomputed block draws with them again.
+randomness: ContextVar[Any] = ContextVar("randomness", default=None)
+
+
+def no_grad() -> AbstractContextManager[bool]:
+    """Compute without recording a graph."""
+    return setting(grad_enabled, False)
 
 
 # A seam: each of these may return another node in the place of an operation's, which then runs on the same inputs.

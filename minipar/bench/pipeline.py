@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from minipar.bench import add_sizes, largest, publish
+from minipar.comm.chrome_trace import start_trace
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
-from minipar.comm.trace import start_trace
 from minipar.parallel.pipeline.actions import Schedule, simulate
 from minipar.train.data import Tokens
 from minipar.train.flags import parse

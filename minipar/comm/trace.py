@@ -1,20 +1,18 @@
-"""The trace: operations that take time and are drawn, and the record of all ranks as Chrome trace JSON.
+"""Operations that take time: on a logical clock they move it, and while a trace is recorded they are drawn.
 
-It opens in Perfetto or chrome://tracing. Each rank is a process with several tracks: "computation"
-holds the regions of the program, "communication <axis>" the collectives of one communicator, and
-"communication <axis>, send and receive" the single messages. Slices on one track nest or follow one
-another, as Perfetto demands. An arrow joins each message's sender and receiver, and records the
-message's bytes at its start.
+Each rank is a process with several tracks: "computation" holds the regions of the program,
+"communication <axis>" the collectives of one communicator, and "communication <axis>, send and
+receive" the single messages. Slices on one track nest or follow one another, as Perfetto demands. An
+arrow joins each message's sender and receiver, and records the message's bytes at its start.
+chrome_trace.py writes the file.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from minipar.backend import Array
-from minipar.comm.clock import WallClock
 from minipar.comm.transport import USER_TAGS, Link, Request, Steps
 from minipar.comm.work import Work
 
@@ -174,38 +172,3 @@ class TimedWork(Work):
             link.time = self.asked
             link.settle(requests)
             link.record(self.asked)
-
-
-def start_trace(comm: Any) -> None:  # a Communicator, which imports this file
-    """Forget all events and record from now on.
-
-    All ranks call it. Wall clocks of all ranks are set to 0 together.
-    """
-    comm.barrier()
-    if isinstance(comm.clock, WallClock):
-        comm.barrier()  # the second time every rank is awake and leaves it at nearly the same moment
-        comm.clock.align()
-    comm.tracer.events.clear()
-    comm.tracer.enabled = True
-
-
-def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
-    """Stop recording and write all ranks' events to `path` as {"traceEvents": [...]} on rank 0.
-
-    All ranks call it.
-
-    otherData names the clock and, if it is given, the mesh: {"pp": PP, "dp": DP, "tp": TP}, the
-    slowest axis first.
-    """
-    comm.tracer.enabled = False
-    everyone = comm.all_gather_bytes(
-        json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode()
-    )
-    if comm.rank > 0:
-        return
-    events = [event for data in everyone for event in json.loads(data)]
-    about: dict[str, object] = {"clock": comm.clock.name}
-    if mesh is not None:
-        about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
-    with open(path, "w") as file:
-        json.dump({"traceEvents": events, "otherData": about}, file)

@@ -1,33 +1,6 @@
-"""Traffic: the messages and bytes that a rank sends, counted, and the closed forms that the tests compare with ==."""
+"""The messages and bytes that a rank sends, in closed form: the tests compare them with those counted, by ==."""
 
 from minipar.comm.algorithms import chunk_bounds, virtual_bounds, virtual_ranks
-
-
-class Traffic:
-    """The account of one rank, without the 8-byte headers of logical clocks."""
-
-    def __init__(self) -> None:
-        self.counts: dict[tuple[str, str], list[int]] = {}  # (operation, axis): [messages, bytes]
-
-    def messages(self, op: str | None = None, axis: str | None = None) -> int:
-        """Return the number of messages sent. None means every operation or every axis."""
-        return self._total(0, op, axis)
-
-    def bytes(self, op: str | None = None, axis: str | None = None) -> int:
-        """Return the number of bytes sent. None means every operation or every axis."""
-        return self._total(1, op, axis)
-
-    def _total(self, which: int, op: str | None, axis: str | None) -> int:
-        return sum(
-            count[which]
-            for (counted_op, counted_axis), count in self.counts.items()
-            if op in (None, counted_op) and axis in (None, counted_axis)
-        )
-
-    def reset(self) -> None:
-        """Start again from zero. (A collective under way finishes on the old account.)"""
-        self.counts = {}
-
 
 # Closed forms for n elements over p ranks. `algorithms.virtual_ranks` says which ranks rest in those
 # for a power of two.

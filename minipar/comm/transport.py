@@ -79,6 +79,32 @@ class Request:
 Steps = Iterator[Iterable[Request]]
 
 
+class Traffic:
+    """The account of one rank, without the 8-byte headers of logical clocks."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str], list[int]] = {}  # (operation, axis): [messages, bytes]
+
+    def messages(self, op: str | None = None, axis: str | None = None) -> int:
+        """Return the number of messages sent. None means every operation or every axis."""
+        return self._total(0, op, axis)
+
+    def bytes(self, op: str | None = None, axis: str | None = None) -> int:
+        """Return the number of bytes sent. None means every operation or every axis."""
+        return self._total(1, op, axis)
+
+    def _total(self, which: int, op: str | None, axis: str | None) -> int:
+        return sum(
+            count[which]
+            for (counted_op, counted_axis), count in self.counts.items()
+            if op in (None, counted_op) and axis in (None, counted_axis)
+        )
+
+    def reset(self) -> None:
+        """Start again from zero. (A collective under way finishes on the old account.)"""
+        self.counts = {}
+
+
 class Link:
     """An operation as its algorithm sees it: messages to the ranks of its group, all with the operation's tag.
 

@@ -13,8 +13,7 @@ from itertools import chain
 
 from minipar.backend import Array
 from minipar.comm.clock import CLOCKS, Clock, Network, Tracer
-from minipar.comm.traffic import Traffic
-from minipar.comm.transport import Link, Request, Steps
+from minipar.comm.transport import Link, Request, Steps, Traffic
 from minipar.errors import CommunicationError, print_line
 
 LATE_SECONDS = 30.0  # a wait that takes longer is reported

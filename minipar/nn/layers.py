@@ -17,8 +17,7 @@ from numpy.typing import DTypeLike
 
 from minipar.autograd.checks import check_ids
 from minipar.autograd.fused import dropout, embedding, layer_norm, linear
-from minipar.autograd.modes import randomness
-from minipar.autograd.tensor import Tensor
+from minipar.autograd.tensor import Tensor, randomness
 from minipar.backend import Array, from_host, setting, xp
 from minipar.errors import UsageError
 from minipar.nn.module import Module

@@ -8,6 +8,7 @@ from numpy.typing import DTypeLike
 
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
+from minipar.errors import UsageError
 
 
 def placeholder(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -113,3 +114,16 @@ def zero_grad(parameters: Sequence[Parameter]) -> None:
         parameter.zero_grad()
     for owner in owners_of(parameters):
         owner.forget_gradients()
+
+
+def drawn_names(parameters: Sequence[Parameter]) -> list[str]:
+    """Return what decides the initial values of each parameter that is drawn: its seed and name."""
+    return [f"seed and name {p.drawn_by}" for p in parameters if p.drawn_by is not None]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise UsageError if two parameters are drawn by one name: their initial values would be the same."""
+    for name in names:
+        if names.count(name) > 1:
+            two = f"two parameters are drawn by the {name}, and so start alike"
+            raise UsageError(f"{two}: give each layer a name of its own")

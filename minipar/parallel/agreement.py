@@ -28,12 +28,6 @@ def check_alike(comm: Communicator, arrays: Iterable[tuple[str, Array]], what: s
                 raise UsageError(f"{what}: {ranks}; {remedy}")
 
 
-def check_same_batch(comm: Communicator, **arrays: Array) -> None:
-    """Raise UsageError, on every rank, if ranks that compute one model together have different batches."""
-    what = f"the ranks of {comm.axis} compute one model together, but were given different batches"
-    check_alike(comm, arrays.items(), what, "cut the global batch by mesh.dp.rank alone")
-
-
 def checksum(array: Array) -> int:
     """Return the CRC-32 of an array's shape and values."""
     return zlib.crc32(repr(array.shape).encode() + to_host(array).tobytes())

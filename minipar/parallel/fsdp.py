@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from minipar.autograd.backward import queue_callback
-from minipar.autograd.modes import grad_enabled
-from minipar.autograd.tensor import Tensor, mapping
+from minipar.autograd.tensor import Tensor, grad_enabled, mapping
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work

@@ -15,34 +15,30 @@ from typing import Any
 
 from minipar.backend import Array, xp
 from minipar.comm.algorithms import chunk_bounds
-from minipar.errors import UsageError
 from minipar.nn.module import Module
-from minipar.nn.parameter import Parameter
+from minipar.nn.parameter import Parameter, check_names, drawn_names
 
 
 @dataclass(frozen=True)
-class Replicate:
-    """Every tensor-parallel rank holds the whole parameter and computes its whole gradient."""
+class Whole:
+    """A parameter that every tensor-parallel rank holds whole: a Replicate or a Partial."""
 
     rank: int = 0
     ranks: int = 1
 
     def __str__(self) -> str:
-        return "Replicate"
+        return type(self).__name__
 
 
-@dataclass(frozen=True)
-class Partial:
+class Replicate(Whole):
+    """Every tensor-parallel rank holds the whole parameter and computes its whole gradient."""
+
+
+class Partial(Whole):
     """A whole parameter whose gradient on a rank is one term of a sum over the ranks of tp.
 
     With sequence parallelism the gradient of a norm covers a rank's tokens.
     """
-
-    rank: int = 0
-    ranks: int = 1
-
-    def __str__(self) -> str:
-        return "Partial"
 
 
 @dataclass(frozen=True)
@@ -163,19 +159,6 @@ def attach_placements(model: Module) -> None:
             parameter.placement = Placement(name, parameter.shape)
         elif not parameter.placement.name:  # its layer was made parallel outside of a model
             update(parameter, name=name)
-
-
-def drawn_names(parameters: Sequence[Parameter]) -> list[str]:
-    """Return what decides the initial values of each parameter that is drawn: its seed and name."""
-    return [f"seed and name {p.drawn_by}" for p in parameters if p.drawn_by is not None]
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raise UsageError if two parameters are drawn by one name: their initial values would be the same."""
-    for name in names:
-        if names.count(name) > 1:
-            two = f"two parameters are drawn by the {name}, and so start alike"
-            raise UsageError(f"{two}: give each layer a name of its own")
 
 
 def update(parameter: Parameter, **changes: Any) -> None:

@@ -1,12 +1,14 @@
-"""Refusals of strategies that split a model over ranks: the order, ranks that two of them would share, dropout."""
+"""Refusals of strategies that split a model over ranks: order, ranks that two would share, dropout, unlike batches."""
 
 from typing import Any
 
+from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.layers import Dropout
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner
+from minipar.parallel.agreement import check_alike
 
 
 def check_split(model: Any, strategy: str, comm: Communicator) -> None:
@@ -43,3 +45,9 @@ def check_split(model: Any, strategy: str, comm: Communicator) -> None:
 def note_split(model: Module, strategy: str, comm: Communicator) -> None:
     """Note on the model that `strategy` splits it over `comm`, once nothing is left to refuse."""
     model.split_over = (*model.split_over, (strategy, tuple(comm.ranks)))
+
+
+def check_same_batch(comm: Communicator, **arrays: Array) -> None:
+    """Raise UsageError, on every rank, if ranks that compute one model together have different batches."""
+    what = f"the ranks of {comm.axis} compute one model together, but were given different batches"
+    check_alike(comm, arrays.items(), what, "cut the global batch by mesh.dp.rank alone")

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minipar.autograd.modes import grad_enabled
-from minipar.autograd.tensor import Tensor
+from minipar.autograd.tensor import Tensor, grad_enabled
 from minipar.comm.communicator import Communicator
 from minipar.nn.optim import Optimizer, check_gradients
 from minipar.nn.parameter import Owner, Parameter, owners_of

@@ -6,26 +6,17 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from minipar.autograd.modes import grad_enabled
-from minipar.autograd.tensor import Tensor
+from minipar.autograd.tensor import Tensor, grad_enabled
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module, Segment
-from minipar.nn.parameter import Owner, Parameter
-from minipar.parallel.agreement import check_same_batch
+from minipar.nn.parameter import Owner, Parameter, check_names, drawn_names
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
-from minipar.parallel.placement import (
-    Replicate,
-    Shard,
-    attach_placements,
-    check_names,
-    drawn_names,
-    placement_of,
-    update,
-)
+from minipar.parallel.placement import Replicate, Shard, attach_placements, placement_of, update
+from minipar.parallel.split_guards import check_same_batch
 from minipar.parallel.state import gather_state, local_part
 
 HEADER = 8  # int64 values ahead of each activation: dtype, number of dims, dims

@@ -8,8 +8,7 @@ from typing import Any
 from numpy.typing import DTypeLike
 
 from minipar.autograd.backward import DeferredGradients, defer_weight_gradients
-from minipar.autograd.modes import grad_enabled
-from minipar.autograd.tensor import Tensor
+from minipar.autograd.tensor import Tensor, grad_enabled
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work

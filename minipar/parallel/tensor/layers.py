@@ -17,8 +17,8 @@ from minipar.backend import Array, xp
 from minipar.nn.layers import Embedding, Linear, as_tensor
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
-from minipar.parallel.agreement import check_same_batch
 from minipar.parallel.placement import Placement, Shard, update
+from minipar.parallel.split_guards import check_same_batch
 from minipar.parallel.tensor import mappings
 from minipar.parallel.tensor.mappings import TensorGroup
 

@@ -1,0 +1,41 @@
+"""The record of all ranks as Chrome trace JSON, for Perfetto and chrome://tracing; trace.py says what is drawn."""
+
+import json
+from typing import Any
+
+from minipar.comm.clock import WallClock
+
+
+def start_trace(comm: Any) -> None:  # a Communicator
+    """Forget all events and record from now on.
+
+    All ranks call it. Wall clocks of all ranks are set to 0 together.
+    """
+    comm.barrier()
+    if isinstance(comm.clock, WallClock):
+        comm.barrier()  # the second time every rank is awake and leaves it at nearly the same moment
+        comm.clock.align()
+    comm.tracer.events.clear()
+    comm.tracer.enabled = True
+
+
+def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
+    """Stop recording and write all ranks' events to `path` as {"traceEvents": [...]} on rank 0.
+
+    All ranks call it.
+
+    otherData names the clock and, if it is given, the mesh: {"pp": PP, "dp": DP, "tp": TP}, the
+    slowest axis first.
+    """
+    comm.tracer.enabled = False
+    everyone = comm.all_gather_bytes(
+        json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode()
+    )
+    if comm.rank > 0:
+        return
+    events = [event for data in everyone for event in json.loads(data)]
+    about: dict[str, object] = {"clock": comm.clock.name}
+    if mesh is not None:
+        about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
+    with open(path, "w") as file:
+        json.dump({"traceEvents": events, "otherData": about}, file)
