@@ -12,17 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The most tokens of each part, without comments and docstrings. A limit is lowered when code leaves, and only raised
 # when code moves here from another part.
-PARTS = {"core": 59_670, "more": 14_850, "train": 9_500, "compare": 6_390, "plan": 21_400, "bench": 9_390}
+PARTS = {"core": 51_100, "more": 16_390, "train": 9_500, "compare": 6_360, "plan": 21_400, "bench": 9_420}
 # The most files that the imports of a file reach, the most tokens in them, and how many of these are in parallel/.
 CLOSURES = {
-    "parallel/ddp": (25, 22_420, 4_530),
-    "parallel/zero": (26, 23_330, 5_440),
-    "parallel/fsdp": (26, 24_160, 6_270),
-    "parallel/tensor/layers": (24, 23_790, 2_800),
-    "parallel/pipeline/module": (26, 29_110, 10_740),
+    "parallel/ddp": (22, 19_900, 4_340),
+    "parallel/zero": (23, 20_500, 4_980),
+    "parallel/fsdp": (23, 21_210, 5_690),
+    "parallel/tensor/layers": (22, 21_210, 2_800),
+    "parallel/pipeline/module": (27, 28_650, 9_690),
 }
-TOKENS_PER_LINE = 9.5
-TEST_LINES = 33_329  # of all files below tests/; the goal is 30,000
+TOKENS_PER_LINE = 9.57
+TEST_LINES = 32_985  # of all files below tests/; the goal is 30,000
 LONG_LINES = 0.06  # of the lines that are not blank, beyond 100 columns
 
 IGNORED = {

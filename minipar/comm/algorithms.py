@@ -19,9 +19,17 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 
 from minipar.comm.transport import Link, Request, Steps
+from minipar.memory import hold
 
 Bounds = Sequence[tuple[int, int]]
 Combine = Callable[..., object]  # np.add or np.maximum, called as combine(a, b, out=c)
+
+
+def scratch(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return memory for what arrives, which the ledger of memory counts."""
+    array = np.empty(shape, dtype)
+    hold("buffers", array)
+    return array
 
 
 @cache
@@ -179,7 +187,7 @@ def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
     p = link.size
     r = link.rank
     own = chunks(x, p)
-    incoming, outgoing = np.empty((2, own[0].size), x.dtype)
+    incoming, outgoing = scratch((2, own[0].size), x.dtype)
     partial = own[r - 1]  # the sum so far, first this rank's own contribution to its left chunk
     for step in range(p - 1):
         mine = own[(r - step - 2) % p]
@@ -206,7 +214,7 @@ def fold(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     if virtual < 0:
         yield (link.isend(x, link.rank + 1),)
     elif virtual < extras:
-        received = np.empty_like(x)
+        received = scratch(x.shape, x.dtype)
         yield (link.irecv(received, link.rank - 1),)
         combine(x, received, out=x)
 
@@ -220,7 +228,7 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
     q, extras, virtual = virtual_ranks(link.size, link.rank)
     if extras:
         yield from fold(link, x, combine)
-    received = np.empty_like(x)
+    received = scratch(x.shape, x.dtype)
     distance = 1
     while virtual >= 0 and distance < q:
         partner = real_rank(virtual ^ distance, extras)
@@ -257,7 +265,7 @@ def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
             kept = x[cut:stop]
             sent = x[start:cut]
             first = middle
-        received = np.empty_like(kept)
+        received = scratch(kept.shape, kept.dtype)
         yield link.isend(sent, partner), link.irecv(received, partner)
         combine(kept, received, out=kept)
 
@@ -295,7 +303,7 @@ def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: 
     p = link.size
     r = link.rank
     parts = chunks(x, p)
-    rows = np.empty((p, parts[r].size), x.dtype)
+    rows = scratch((p, parts[r].size), x.dtype)
     contributions = list(rows)
     contributions[r] = parts[r]
     receives: dict[int, Request] = {}

@@ -224,7 +224,7 @@ class Communicator:
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order.
 
-        Counted as "control"; no clock and no trace sees it. Shorter ones are padded on the way.
+        No clock, no trace and no account sees it. Shorter ones are padded on the way.
         """
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
@@ -302,9 +302,10 @@ class Communicator:
         return Work(Link(self, name, algorithm, tag), queue)
 
     def _gather(self, x: np.ndarray) -> None:
-        """Gather x on every rank, in place, in an operation that no clock and no trace sees."""
+        """Gather x on every rank, in place, in an operation that no clock, no trace and no account sees."""
         now = self.clock.now()
         link = Link(self, "control", "ring", self._next_tag("control", NOTHING))
+        link.count = [0, 0]
         work = Work(link, self.queue)
         work.begin(ring_all_gather(link, x), None)
         work.wait()

@@ -1,4 +1,7 @@
-"""The traffic between the replicas of a `HybridComm` in closed form, which is added to that inside of one."""
+"""The traffic between the replicas of a `HybridComm` in closed form, which is added to that inside of one.
+
+Seams of the core: `StepLayout`, whose `chunk_ranks` are the ranks of a replica.
+"""
 
 from minipar.comm.traffic import wire_bytes
 from minipar.parallel.layout import StepLayout

@@ -131,9 +131,7 @@ def _rotate(x: Array, angles: Array) -> Array:
 
 
 @operation
-def rotary(
-    q: Array, k: Array, v: Array, positions: Array, size: int, theta: float = 10000.0
-) -> Result:  # fmt: skip
+def rotary(q: Array, k: Array, v: Array, positions: Array, size: int, theta: float = 10000.0) -> Result:
     """Rotate the heads of q and k by their tokens' positions (Su et al. 2021), and join q, k and v.
 
     (B, T, a d), (B, T, n d), (B, T, n d), integer positions (T,)

@@ -73,6 +73,10 @@ class GPTConfig(TransformerConfig):
     model_type = "gpt2"
     tie_word_embeddings = True
 
+    def __post_init__(self) -> None:
+        if self.n_embd % self.n_head:
+            raise ValueError(f"hidden {self.n_embd} is not divisible by heads {self.n_head}")
+
     @property
     def n_kv_head(self) -> int:
         return self.n_head

@@ -69,9 +69,17 @@ class Linear(Module):
     """
 
     def __init__(
-        self, n_in: int, n_out: int, *, name: str, bias: bool = True, transposed: bool = False,
-        seed: int | None = 0, dtype: str = "float32", std: float = 0.02,
-    ) -> None:  # fmt: skip
+        self,
+        n_in: int,
+        n_out: int,
+        *,
+        name: str,
+        bias: bool = True,
+        transposed: bool = False,
+        seed: int | None = 0,
+        dtype: str = "float32",
+        std: float = 0.02,
+    ) -> None:
         shape = (n_out, n_in) if transposed else (n_in, n_out)
         self.transposed = transposed
         self.weight = drawn(f"{name}.weight", shape, seed, dtype, std)
@@ -89,9 +97,15 @@ class Embedding(Module):
     """
 
     def __init__(
-        self, count: int, dim: int, *, name: str,
-        seed: int | None = 0, dtype: str = "float32", std: float = 0.02,
-    ) -> None:  # fmt: skip
+        self,
+        count: int,
+        dim: int,
+        *,
+        name: str,
+        seed: int | None = 0,
+        dtype: str = "float32",
+        std: float = 0.02,
+    ) -> None:
         self.name = name
         self.count = count
         self.weight = drawn(f"{name}.weight", (count, dim), seed, dtype, std)

@@ -124,9 +124,12 @@ class BackwardHooks:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], prepare: Callable[[], None],
-        send: Callable[[Any], None], progress: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        buckets: Sequence[Bucket],
+        prepare: Callable[[], None],
+        send: Callable[[Any], None],
+        progress: Callable[[], None],
+    ) -> None:
         self.buckets = buckets
         self.prepare = prepare
         self.send = send

@@ -33,9 +33,13 @@ class Contract(Owner):
     """
 
     def __init__(
-        self, model: Module, given: Sequence[Parameter], compared: Sequence[Bucket],
-        share_updates: Callable[[], None], accumulates_sums: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: Module,
+        given: Sequence[Parameter],
+        compared: Sequence[Bucket],
+        share_updates: Callable[[], None],
+        accumulates_sums: bool,
+    ) -> None:
         self.given = set(given)
         self.compared = compared
         self.share_updates = share_updates

@@ -24,7 +24,7 @@ class StepLayout:
 
     model: TransformerConfig
     length: int  # tokens of a sample
-    tokens: int  # of one microbatch on one rank
+    tokens: int  # a microbatch on one rank has so many
     microbatches: int
     itemsize: int  # bytes of an element
     reduce_itemsize: int  # bytes of an element of a gradient, and of what dp and tp sum

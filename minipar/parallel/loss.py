@@ -11,9 +11,12 @@ from minipar.comm.communicator import Communicator
 
 
 def global_mean_loss(
-    loss_sum: Tensor, count: int, comm: Communicator,
-    before_backward: Callable[[], None], after_backward: Callable[[], None],
-) -> Tensor:  # fmt: skip
+    loss_sum: Tensor,
+    count: int,
+    comm: Communicator,
+    before_backward: Callable[[], None],
+    after_backward: Callable[[], None],
+) -> Tensor:
     """Return the mean loss over the targets of all ranks, on every rank; all ranks call it.
 
     `loss_sum` is this rank's sum over `count` targets. Each rank divides by the global count, so the

@@ -22,11 +22,15 @@ STAGES: dict[int, type[DataParallel]] = {
 
 
 def shard(
-    model: Module, comm: Communicator, stage: int, algorithm: str = "ring", *,
+    model: Module,
+    comm: Communicator,
+    stage: int,
+    algorithm: str = "ring",
+    *,
     groups: Sequence[Group] | None = None,
     segment_lists: Sequence[Sequence[Segment]] | None = None,
     before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
-) -> DataParallel:  # fmt: skip
+) -> DataParallel:
     """Wrap `model` over `comm` at ZeRO stage 0 (data parallelism) to 3 (fully sharded).
 
     All stages give the same bits. The other arguments are DataParallel's.

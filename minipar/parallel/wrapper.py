@@ -32,11 +32,15 @@ class DataParallel:
     holds_values = True  # False if parameters are freed between passes
 
     def __init__(
-        self, model: Module, comm: Communicator, algorithm: str = "ring", *,
+        self,
+        model: Module,
+        comm: Communicator,
+        algorithm: str = "ring",
+        *,
         groups: Sequence[Group] | None = None,
         segment_lists: Sequence[Sequence[Segment]] | None = None,
         before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if groups is None:
             groups = [(unit, comm) for unit in by_unit(model)]
         attach_placements(model)

@@ -14,9 +14,12 @@ from minipar.parallel.placement import Placement
 
 
 def ZeroOptimizer(
-    parameters: Sequence[Parameter], optimizer: Callable[..., Optimizer], comm: Communicator,
-    algorithm: str = "ring", **options: Any,
-) -> Any:  # fmt: skip
+    parameters: Sequence[Parameter],
+    optimizer: Callable[..., Optimizer],
+    comm: Communicator,
+    algorithm: str = "ring",
+    **options: Any,
+) -> Any:
     """Make ZeRO stage 1 as an optimizer, for a model that computes its gradients by itself.
 
         optimizer = ZeroOptimizer(model.parameters(), AdamW, mesh.dp, lr=1e-3)

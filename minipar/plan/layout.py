@@ -14,7 +14,7 @@ from minipar.more.context.ulysses import check_heads
 from minipar.parallel.predicted_memory import MIXED, Precision
 from minipar.plan.model import ModelShape
 
-STAGES = (0, 1, 2, 3)  # of ZeRO
+STAGES = (0, 1, 2, 3)
 ATTENTION = ("stored", "flash")
 # Bytes of parameters, gradients and optimizer state: 16 in all (Rajbhandari et al. 2020), or with
 # gradients summed and sent in fp32, as Megatron-LM does when it trains in bf16.

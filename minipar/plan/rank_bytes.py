@@ -175,6 +175,10 @@ def memory(
     kept = framework.kept
     activations, peak = kept_activations(model, layout, length, kept)
     moment = moment_buffers(model, layout, length, kept)
+    if (
+        layout.zero >= 2 and not accumulating
+    ):  # a whole gradient is sent, and the next one is computed
+        moment += 2 * layout.precision.gradients * layer_state(model, layout)
     return Memory(
         parameters=float(state.parameters),
         gradients=float(state.gradients) + copied,
@@ -222,8 +226,6 @@ def moment_buffers(model: ModelShape, layout: Layout, length: int, kept: Activat
         buffers += layer_activations(model, replace(layout, recompute="none"), length, kept)
     if layout.zero == 3:  # the parameters of the unit that computes, and of the next one
         buffers += 2 * precision.parameters * layer
-    if layout.zero >= 2:
-        buffers += 2 * precision.gradients * layer
     if layout.cp > 1:  # by then backward has freed the activations of the layer's MLP
         inner = kept.gated if model.gated else kept.inner
         freed = tokens * inner * model.active_inner / layout.tp

@@ -190,7 +190,6 @@ def shape_of(args: Namespace) -> TransformerConfig:
                 raise UsageError(f"{name} = {given}, but {directory} has {stored}")
         return shape
     hidden, heads = args.hidden or 128, args.heads or 4
-    check_divides("hidden/heads", hidden, heads, "each head has as many columns")
     sizes = (args.layers or 2, heads)
     try:
         if args.model == "gpt2":

@@ -199,7 +199,8 @@ class Trainer:
 
     def after_action(self, action: Any) -> None:
         """Wait for the sums of a microbatch's gradients, with `--sync-every-microbatch`."""
-        if self.args.sync_every_microbatch and action.kind == "B":
+        is_last = action.microbatch == self.args.microbatches - 1
+        if self.args.sync_every_microbatch and action.kind == "B" and not is_last:
             self.ddp.synchronize()
 
     def samples(self, replica: int, microbatch: int) -> range:

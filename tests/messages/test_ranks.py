@@ -117,7 +117,7 @@ SPLITS = {  # the number of ranks, the script, the error, and what it shows
     "experts and ep": (2, f"{EP} mp.expert_parallel(mixtral(experts=3), mesh.ep, mesh.edp)", UsageError, "3/2"),
     "no experts": (2, f"{EP} mp.expert_parallel(gpt(), mesh.ep, mesh.edp)", UsageError, "GPT", "mp.Mixtral"),
     "experts that nobody sums": (
-        2, f"{EP} model = mixtral(); mp.expert_parallel(model, mesh.ep, mesh.edp); AdamW(model.parameters())",
+        2, f"{EP} model = mixtral(); mp.expert_parallel(model, mesh.ep, mesh.edp); AdamW(model.parameters()).step()",
         ValueError, "experts.groups(mesh.dp_cp"),
     "tp twice": (
         2, "model = gpt(); [mp.tensor_parallel(model, world) for _ in '12']", UsageError, "tensor_parallel"),
@@ -235,7 +235,7 @@ ZERO = {
         2, "model = MLP(); shard(model, world, 0); ZeroOptimizer(model.parameters(), AdamW, world)", ValueError,
         "wrapper"),
     "a second one": (2, f"{MLPS} ZeroOptimizer(model.parameters(), AdamW, world)", ValueError, "step()"),
-    "another optimizer, too": (2, f"{MLPS} AdamW(model.parameters())", ValueError, "step()"),
+    "another optimizer, too": (2, f"{MLPS} AdamW(model.parameters()).step()", ValueError, "step()"),
 }  # fmt: skip
 
 

@@ -119,12 +119,9 @@ def test_blocks_and_sums_may_travel_in_fewer_bytes(method):
         assert 2 * halved == sent
 
 
-@pytest.mark.parametrize(
-    ("ranks", "order", "probability"),
-    [(2, "contiguous", 0.0), (2, "zigzag", 0.3), (4, "contiguous", 0.3), (8, "zigzag", 0.3)],
-)
-def test_ulysses_has_the_bits_of_one_device(order, ranks, probability):
-    for y, out, dqkv, gradient, *_ in run_local(ranks, attention, "ulysses", order, HEADS, probability):
+@pytest.mark.parametrize(("ranks", "order"), [(2, "contiguous"), (2, "zigzag"), (4, "contiguous"), (8, "zigzag")])
+def test_ulysses_has_the_bits_of_one_device(order, ranks):
+    for y, out, dqkv, gradient, *_ in run_local(ranks, attention, "ulysses", order, HEADS):
         assert np.array_equal(out, y) and np.array_equal(gradient, dqkv)
 
 

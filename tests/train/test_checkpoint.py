@@ -113,7 +113,6 @@ def test_each_field_of_the_state_is_that_of_the_writer(writer, tmp_path):
 
     written = run_local(2, write)[0]
     assert {"value of ln_f.bias", "exp_avg of ln_f.bias", "exp_avg_sq of ln_f.bias", "steps", "betas"} <= written.keys()
-    assert ("master of ln_f.bias" in written) == (config.dtype != "float64")
     if config.dtype == "float16":
         assert 0 < written["steps"] < 3 == written["steps"] + written["skipped"]
     for reader in READERS:
@@ -179,7 +178,7 @@ def test_a_resume_sends_no_array_but_the_tied_weight(layout, tmp_path):
     """Each rank reads its own part. A pipeline sends its tied weight, as after a step: over 3 replicas, thrice."""
 
     def arrays_sent(comm):
-        return comm.traffic.bytes() - comm.traffic.bytes("control")
+        return comm.traffic.bytes()
 
     run_until(TEXT, config_for(layout), tmp_path, 1)
     config = config_for(f"{layout} --resume {tmp_path}")

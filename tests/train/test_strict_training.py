@@ -101,8 +101,6 @@ def test_device_arrays_are_resumed_under_another_layout(device, tmp_path):
 def test_a_forgotten_crossing_is_an_error():
     with using(strict_array):
         model = GPT(CONFIG)
-        with pytest.raises(TypeError):
-            model.loss(TOKENS[0][:, :8], TOKENS[0][:, 1:])  # host tokens, never sent to the device
         with pytest.raises(TypeError, match="Implicit conversion"):
             np.asarray(model.wte.weight.data)
 

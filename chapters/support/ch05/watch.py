@@ -62,7 +62,6 @@ def watch(train: Callable[[], tuple[DataParallel, Any, Sequence[float], Sequence
     with ledger.recording():
         wrapper, optimizer, losses, norms = train()
     sent = {op: nbytes for (op, _), (_, nbytes) in wrapper.comm.traffic.counts.items() if nbytes}
-    sent.pop("control", None)  # the first step compares the ranks' models
     held = dict(ledger.held)
     parameters = wrapper.model.parameters()
     values = [wrapper.gather_parameter(parameter) for parameter in parameters]

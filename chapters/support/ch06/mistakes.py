@@ -68,7 +68,7 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing broken": nullcontext,
     "1. bias on every rank": lambda: patch.object(RowLinear, "forward", bias_on_every_rank),
     "2. no all-reduce in backward": lambda: patch.object(mappings, "copy_to", enter_without_f),
-    "3. norm counts t times": lambda: patch("minipar.train.trainer.clip_grad_norm", norm_of_all_ranks),
+    "3. norm counts t times": lambda: patch.object(Trainer, "clip", staticmethod(norm_of_all_ranks)),
     "4. own maximum": lambda: patch.object(vocabulary, "vocab_parallel_cross_entropy_sum", loss_with_own_maximum),
     "5. no sum of partial gradients": lambda: patch.object(TensorParallel, "sum_partial", no_sum),
 }

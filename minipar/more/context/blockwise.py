@@ -3,6 +3,8 @@
 FlashAttention (Dao et al. 2022, arXiv 2205.14135). Arrays have the shapes of autograd/attention.py:
 queries are (B, n, g, T, d), keys and values are (B, n, 1, S, d), with S keys where that differs
 from T, and g query heads share each of the n heads of keys.
+
+Seams of the core: the model's function `attention`.
 """
 
 import itertools

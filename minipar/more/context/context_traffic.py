@@ -1,7 +1,7 @@
 """The traffic of context parallelism in closed form: what attention sends over cp.
 
 All else follows from the core's forms. To them dp x cp is one axis, over which gradients are
-summed, and a rank of it has T/c tokens of each sample.
+summed, and a rank of it has T/c tokens of each sample. Seams of the core: `StepLayout`.
 """
 
 from minipar.parallel.layout import StepLayout

@@ -1,6 +1,8 @@
 """The layout of experts, and the traffic of their auxiliary loss, for the core's closed forms.
 
 What dispatch and combine send over ep depends on the routing, so it is not known before a run.
+
+Seams of the core: `StepLayout`.
 """
 
 from dataclasses import dataclass, replace

@@ -32,7 +32,7 @@ class LeafGradients:
         buckets: Sequence[Sequence[Parameter]],
         tensor: TensorParallel,
         pipeline: PipelineParallel | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.buckets = buckets
         self.tensor = tensor
         self.pipeline = pipeline

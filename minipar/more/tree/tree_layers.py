@@ -109,7 +109,7 @@ def head(x: Tensor, weight: Tensor, border: Border, leaves: int) -> Tensor:
 
 def tree_parallel(
     model: LanguageModel, comm: Communicator, count: int, sequence: bool = False
-) -> TensorParallel:  # fmt: skip
+) -> TensorParallel:
     """Split `model` over `comm` as `tensor_parallel`, with sums as trees of `count` leaves, `leaf_count` for example.
 
     All numbers of ranks give the same bits, one rank too. UsageError unless `count` is a power of

@@ -1,4 +1,4 @@
-"""The layout of a run whose sums are trees, for the core's closed forms."""
+"""The layout of a run whose sums are trees, for the core's closed forms. Seams of the core: `StepLayout`."""
 
 from minipar.parallel.layout import StepLayout
 

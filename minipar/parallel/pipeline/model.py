@@ -99,12 +99,15 @@ class PipelineParallel:
                 update(p, pp=homes[i], unit=i, units=len(model.segments))
             if homes[i] == comm.rank:
                 self.groups.append(group)
-        is_lent = model.head_weight is not None and homes[0] != homes[-1]
+        leaf = model.head_weight
+        is_lent = leaf is not None and homes[0] != homes[-1]
         self.borrower = homes[-1] if is_lent else None
         lent = None
-        if comm.rank == self.borrower:
+        if leaf is not None and comm.rank == self.borrower:
             lent = model.token_embedding
             hold("buffers", lent.data)
+            # The head's gradient is in no bucket of this rank, but its sum over microbatches has a bucket's dtype.
+            leaf.grad_dtype = xp.promote_types(leaf.dtype, "float32")
         for p in model.parameters():
             if placement_of(p).pp != comm.rank and p is not lent:
                 p.data = placeholder(p.shape, p.dtype)

@@ -143,9 +143,13 @@ def sum_together(group: TensorGroup, gradients: Sequence[Array]) -> None:
 
 
 def tensor_parallel(
-    model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False, *,
+    model: LanguageModel,
+    comm: Communicator,
+    reduction: str = "ring",
+    sequence: bool = False,
+    *,
     plan: Plan | None = None,
-) -> TensorParallel:  # fmt: skip
+) -> TensorParallel:
     """Split `model` over `comm` by the plan (default: the model's own), in place.
 
     Parameters keep their names and become this rank's part of their values. UsageError if tp does

@@ -110,7 +110,7 @@ def first_half(comm, axes):
 
 
 def second_half(comm, axes, state, optimizer_states):
-    mesh, model, optimizer = make(comm, axes, lr=0.7)
+    mesh, model, optimizer = make(comm, axes, lr=0.1)
     model.load_state_dict(state)
     if optimizer_states is not None:
         optimizer.load_state_dict(optimizer_states[comm.rank])

@@ -51,7 +51,7 @@ def test_each_parts_cost_is_its_operations_per_token():
         assert sum(operations) == cost * TEXT[0, :, :-1].size
 
 
-def test_fewer_layers_than_stages_are_refused_and_segments_keep_their_order():
+def test_each_stage_has_a_layer_and_segments_keep_their_order():
     model = gpt(3)
     with pytest.raises(UsageError, match=r"3 .* 4"):
         balanced_cuts(model.config.segment_flops(T), 4)

@@ -69,6 +69,6 @@ def test_a_layer_keeps_what_the_closed_form_says(tp, sequence, dropout, dtype, i
 @pytest.mark.parametrize("tp", [1, 3])
 def test_recompute_keeps_the_input_which_sequence_divides(tp):
     n = 3 * SHAPES[tp][1] * HIDDEN
-    assert held_per_layer(tp, False, 0.1, recompute=True) == {8 * n}
+    assert held_per_layer(tp, False, 0.0, recompute=True) == {8 * n}
     if tp > 1:
-        assert held_per_layer(tp, True, 0.1, recompute=True) == {8 * n / tp}
+        assert held_per_layer(tp, True, 0.0, recompute=True) == {8 * n / tp}

@@ -104,7 +104,7 @@ def or_no_file(contents: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes | 
     return st.integers(0, 9).flatmap(lambda n: contents if n else st.sampled_from(NO_FILES))
 
 
-STEMS = ["a", "a", "a", "_a", "a b", "a\nb", "\x1b[31ma", "é日", "\udcff", "$a$", "-a", "a" * 200, "{a}", "%s", "new/a"]
+STEMS = ["a", "a", "a", "_a", "a b", "a\nb", "\x1b[31ma", "é日", "$a$", "-a", "a" * 200, "{a}", "%s", "new/a"]
 
 
 def names(suffix: str = "") -> st.SearchStrategy[str]:
@@ -114,7 +114,7 @@ def names(suffix: str = "") -> st.SearchStrategy[str]:
 
 WORDS = [
     "0", "1", "2", "3", "-1", "64", "1000000000", "9" * 400, "9" * 5000, "1.5", "1e3", "1e400", "nan", "inf", "-inf",
-    "", " ", " 2 ", "+2", "1_0", "0x10", "٣", "²", "true", "None", "a\nb", "\x1b[31mx", "\udcff", "é", "x" * 5000, "-",
+    "", " ", " 2 ", "+2", "1_0", "0x10", "٣", "²", "true", "None", "a\nb", "\x1b[31mx", "é", "x" * 5000, "-",
     "--", "/dev/null", "/dev/full", "/dev/zero", ".", "..", "missing/file",
     "%s", "{x}", "1/0", "1/3", ":", "a,b", "[", "=",
 ]  # fmt: skip
