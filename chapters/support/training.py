@@ -71,7 +71,7 @@ def step_layout(args: Namespace, schedule: Schedule | None = None) -> StepLayout
         schedule=schedule,
         sequence_parallel=args.sequence_parallel,
         recompute=args.recompute == "full",
-        reduction=args.reduction,
+        reduction="ordered" if args.reduction == "tree" else args.reduction,  # a tree sends as many bytes
         sync_every_microbatch=args.sync_every_microbatch,
     )
 
@@ -87,5 +87,5 @@ def step_traffic(args: Namespace, rank: int) -> dict[str, int]:
     sent["dp"] += replica_bytes(layout, place["dp"], place["pp"])
     sent["cp"] = cp_bytes(layout, args.context_parallel, args.cp, place["pp"])
     if getattr(args.shape, "aux_coefficient", 0.0):  # only a Mixtral has one
-        sent["cp"] += load_bytes(layout, args.cp, place["dp"] % args.cp, place["pp"])
+        sent["cp"] += load_bytes(layout, args.shape.num_local_experts, args.cp, place["dp"] % args.cp, place["pp"])
     return sent

@@ -32,9 +32,9 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
     match op, algorithm:
         case "all_reduce", "ring":
             return 2 * (p - 1), 2 * n - own - right
-        case "all_reduce", "ordered" | "tree":
+        case "all_reduce", "ordered":
             return 2 * (p - 1), n - own + (p - 1) * own
-        case ("reduce_scatter", "ring" | "ordered" | "tree") | ("all_to_all", "pairwise"):
+        case ("reduce_scatter", "ring" | "ordered") | ("all_to_all", "pairwise"):
             return p - 1, n - own
         case "all_gather", "ring":
             return p - 1, n - right

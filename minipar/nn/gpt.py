@@ -46,7 +46,6 @@ class TransformerConfig:
     n_inner: int  # the MLP's inner size
     tie_word_embeddings: bool  # whether the head is the token embedding
     layer_matrices: int  # the elements of a layer's matrices that a token is multiplied with
-    num_local_experts: int  # only a Mixtral has experts
     build: Callable[..., "LanguageModel"]  # makes the model; takes the other arguments of its class
 
     def segment_flops(self, length: int) -> list[int]:

@@ -7,6 +7,7 @@ Seams of the core: `StepLayout`.
 
 from dataclasses import dataclass, replace
 
+from minipar.more.experts.mixtral import MixtralConfig
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.placement import Placement
 from minipar.parallel.predicted_traffic import ordered_sum
@@ -16,6 +17,7 @@ from minipar.parallel.predicted_traffic import ordered_sum
 class ExpertLayout(StepLayout):
     """A layout whose P ranks of ep, neighbours in dp, share each layer's experts."""
 
+    model: MixtralConfig
     ep: int = 1
 
     @property
@@ -41,8 +43,11 @@ class ExpertLayout(StepLayout):
         return groups
 
 
-def load_bytes(layout: StepLayout, ranks: int, rank: int, pp: int) -> int:
-    """Compute what the auxiliary loss sends over `ranks` ranks of cp: all loads of each layer and microbatch."""
+def load_bytes(layout: StepLayout, experts: int, ranks: int, rank: int, pp: int) -> int:
+    """Compute what the auxiliary loss sends over `ranks` ranks of cp: all loads of each layer and microbatch.
+
+    A load is the count of a sample's tokens that one of the `experts` of a layer gets.
+    """
     samples = layout.tokens * ranks // layout.length
-    each = ordered_sum(samples * layout.model.num_local_experts, ranks, rank)
+    each = ordered_sum(samples * experts, ranks, rank)
     return layout.microbatches * layout.blocks(pp) * each
