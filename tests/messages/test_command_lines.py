@@ -30,7 +30,7 @@ TRAIN = {  # the flags, on how many ranks, and what the line shows
     "--resume nowhere": (1, "nowhere", "--save"),
     "--dp 4 --zero-stage 3 --zero-replicas 3": (4, "3", "4"),
     "--zero-stage 1 --sync-every-microbatch": (1, "--zero-stage", "1", "--sync-every-microbatch"),
-    "--cp 2 --dropout 0.1": (2, "--dropout", "0.1", "2"),
+    "--cp 2 --dropout 0.1": (2, "dropout 0.1", "2 ranks"),
     "--tp 2 --sequence-parallel --seq-len 7": (2, "7/2"),
     "--tp 3": (3, "heads/tp", "4/3"),
     "--reduction tree --microbatches 3": (1, "--reduction", "tree", "3"),

@@ -261,7 +261,7 @@ def test_a_checkpoint_moves_between_meshes_of_experts(tmp_path, before, after):
 # ---- scripts, and what is refused ------------------------------------------------------------------------------------
 
 REFUSED = {
-    "--dp 2 --cp 2 --ep 3 --global-batch 2": "2*2/3",
+    "--dp 2 --cp 2 --ep 3 --global-batch 2": "4/3",
     "--dp 8 --ep 8 --global-batch 8": "12/8",
     "--dp 4 --ep 2 --zero-stage 1 --zero-replicas 2 --global-batch 4": "replicas",
 }

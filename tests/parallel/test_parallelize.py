@@ -23,7 +23,7 @@ def made(flags, comm):
 
 def test_without_other_flags_it_is_plain_data_parallelism():
     def rank(comm):
-        model, (ddp, _, tensor, pipeline, executor, _) = made("--dp 2", comm)
+        model, (ddp, _, tensor, pipeline, executor) = made("--dp 2", comm)
         assert type(ddp) is DistributedDataParallel and ddp.algorithm == "ring"
         assert tensor is None and pipeline is None and list(executor.stages) == [0]
         return len(ddp.buckets), len(by_unit(model)), len(segment_groups(model))
