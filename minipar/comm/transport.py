@@ -22,7 +22,7 @@ DTYPES: dict[int, str] = {np.dtype(letter).num: np.dtype(letter).name for letter
 
 def to_tag(name: str, dtype: np.dtype, elements: int, number: int) -> int:
     """Pack a call of a collective, the `number`-th of its communicator, into a tag above USER_TAGS."""
-    tag = 128 + number % 128  # the leading 1 makes every tag larger than USER_TAGS
+    tag = 128 + number % 128  # 128 sets a bit above all of the user's tags
     tag = tag * 1024 + elements % 1024
     tag = tag * 32 + min(dtype.num, 31)
     return tag * 8 + OPERATIONS.index(name)
@@ -66,7 +66,7 @@ class Request:
         return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.nbytes} bytes, {meaning(self.tag)})"
 
     def check(self, nbytes: int | str, tag: int) -> None:
-        """Raise CommunicationError if a message of another size (bytes) or tag has come than this receive expects."""
+        """Raise CommunicationError unless the message that has come has the expected bytes and tag."""
         if (nbytes, tag) == (self.nbytes, self.tag):
             return
         given = f"rank {self.peer} sent {nbytes} bytes ({meaning(tag)})"

@@ -1,7 +1,7 @@
 """Operations under way: every collective and every message, blocking or asynchronous, is a `Work`.
 
-Operations on one communicator run in the order in which they were issued (NB: as on an NCCL
-stream). A rank that waits advances the operations of all its communicators, so ranks may issue to
+Collectives on one communicator run in the order in which they were issued (NB: as on an NCCL
+stream). A rank that waits advances the collectives of all its communicators, so ranks may issue to
 axes in different orders without a deadlock.
 """
 
@@ -31,7 +31,7 @@ class Engine:
         self.timeout = float(os.environ.get("MINIPAR_TIMEOUT", "1800"))
 
     def progress(self) -> None:
-        """Advance all operations as far as possible, without waiting."""
+        """Advance all collectives as far as possible, without waiting."""
         for queue in self.queues:
             if queue:
                 queue[-1].advance()  # and those before it
@@ -75,7 +75,7 @@ class Work:
         return self._result
 
     def wait_for_message(self) -> None:
-        """Advance all operations of this rank until the message that blocks this operation has come."""
+        """Advance all collectives of this rank until the message that blocks this operation has come."""
         work = self.queue[0]
         request = work.missing
         assert request is not None, "an operation that is not finished misses a message"
@@ -90,7 +90,7 @@ class Work:
             seconds = time.monotonic() - start
             if seconds > LATE_SECONDS and not is_late:
                 is_late = True
-                # One rank says it: rank 0, or whoever waits for rank 0.
+                # Few ranks say it: rank 0, and those that wait for rank 0.
                 if 0 in (self.comm.ranks[self.comm.rank], request.peer):
                     print_line(f"minipar: {request.describe()}: waiting for {seconds:.0f} s")
             if seconds > self.comm.engine.timeout:

@@ -7,11 +7,11 @@ The model does not know that it is parallel; strategies change it from outside. 
 replaces layers by parallel ones, divides each attention's heads, and replaces the two functions
 that see the whole vocabulary, `project` and `criterion`. Context parallelism replaces each
 `attention`, and `positions`. Pipeline parallelism runs a range of `segments` on each rank. Data
-parallelism adds gradient hooks, ZeRO moves all parameters into flat storage, and its stages 2 and 3
-wrap the `run` of segments.
+parallelism adds gradient hooks, ZeRO moves all parameters into flat storage, and its stage 3 wraps
+the `run` of segments.
 """
 
-# What is a field of one config is a property of another.
+# For mypy: one config's field is another's property.
 # mypy: disable-error-code="override"
 
 import math
@@ -238,7 +238,7 @@ class GPT(LanguageModel):
         self.h = [Block(config, f"h.{i}", seed, dtype, dropout) for i in range(config.n_layer)]
         self.ln_f = LayerNorm(h, config.layer_norm_epsilon, dtype)
         # In a pipeline the token embedding is on two ranks; so the head has a leaf of its own, whose
-        # gradient is added before the step.
+        # gradient is added before the gradients are summed over ranks, or else at the step.
         self.head_weight: Tensor = self.wte.weight.tie()
         embeddings = [self.wte.weight, self.wpe.weight]
         self.segments = [Segment("embedding", self.embed, embeddings, reads_in_backward=False)]

@@ -1,4 +1,4 @@
-"""Module: parameters by name, their loss and their state, and Segment, a piece of a model.
+"""Module: parameters by name, its loss and its state, and Segment, a piece of a model.
 
 This is the smallest part of torch.nn that a GPT needs.
 """
@@ -26,7 +26,7 @@ class Module:
     Lists, tuples and dicts may be nested. NB: a set has no order, so its members are not found.
     """
 
-    # The strategies that have split the module, and their ranks.
+    # (strategy, world ranks) for each strategy that has split the module.
     split_over: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,8 @@ class Module:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return a copy of every parameter as a host array.
 
-        ValueError if the values are elsewhere (ZeRO stage 3).
+        ValueError if the values are elsewhere (ZeRO stage 3). On a rank of a pipeline the parameters of
+        other ranks are NaN: `gather_state` collects them.
         """
         if not all(owner.holds_values for owner in owners_of(self.parameters())):
             remedy = "call mp.gather_state(model, wrapper.parameters(), comm)"

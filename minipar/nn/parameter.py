@@ -24,7 +24,7 @@ class Parameter(Tensor):
 
     `ties` are leaves that read the same values but collect gradients of their own, as GPT-2's
     output head of `wte`. In a pipeline the two gradients arise on different ranks; so on one device
-    too they stay apart until the step.
+    too they stay apart until gradients are summed over ranks, or else until the step.
     """
 
     def __init__(self, data: Array) -> None:

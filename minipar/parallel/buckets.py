@@ -41,7 +41,7 @@ def by_unit(model: Module) -> list[list[Parameter]]:
 
 
 def number_units(units: Sequence[Sequence[Parameter]]) -> None:
-    """Record the unit of each parameter, by which the gradient's norm is summed. One that is recorded stays."""
+    """Record the unit of each parameter, by which the gradient's norm is summed. A pipeline's own numbers stay."""
     for number, unit in enumerate(units):
         for p in unit:
             if placement_of(p).units == 0:
@@ -49,7 +49,7 @@ def number_units(units: Sequence[Sequence[Parameter]]) -> None:
 
 
 class Bucket:
-    """Parameters whose gradients travel together over `comm`. To make a bucket records their place in it."""
+    """Parameters whose gradients travel together over `comm`. Making one records each parameter's place in it."""
 
     def __init__(self, parameters: Sequence[Parameter], comm: Communicator) -> None:
         self.parameters = tuple(parameters)
@@ -58,7 +58,7 @@ class Bucket:
         self.size = sum(p.size for p in parameters)
         self.gradient_dtype = xp.promote_types(parameters[0].dtype, "float32")
         self.gradient: Array | None = None  # the flat array that backward writes into, while there is one
-        # ZeRO's chunk r belongs to rank r of these: all of `comm`, or of one replica (a communicator in two levels).
+        # ZeRO's chunk r belongs to rank r of these: all of `comm`, or with hybrid sharding one group of them.
         sharing = comm.chunk_comm
         self.own = slice(*chunk_bounds(self.size, sharing.size)[sharing.rank])
         replica = comm.rank // sharing.size
@@ -120,7 +120,7 @@ class Bucket:
 class BackwardHooks:
     """Calls `send(bucket)` for each bucket as soon as backward has completed it and all buckets before it.
 
-    `prepare()` is called at the first gradient of a pass, and when backward goes on after a send.
+    `prepare()` is called at the first gradient since the last `finish`, and when backward goes on after a send.
     """
 
     def __init__(

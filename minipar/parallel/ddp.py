@@ -35,7 +35,7 @@ class DistributedDataParallel(DataParallel):
     def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> Bucket:
         bucket = Bucket(parameters, comm)
         for p in parameters:
-            hold("parameters", p.data)  # counts its memory
+            hold("parameters", p.data)  # notes it in the ledger of memory
         bucket.allocate_gradient()
         return bucket
 

@@ -75,7 +75,7 @@ class SegmentUnits:
     segment: Segment
     reads: Sequence[Unit]  # the segment reads the parameters of these
     next_in_forward: Sequence[Unit]  # the segment that runs next in forward reads these
-    next_in_backward: Sequence[Unit]  # the segment that runs next in backward reads these
+    next_in_backward: Sequence[Unit]  # the backward of the segment before reads these
 
 
 def at_backward(x: Any, call: Callable[[], None]) -> Any:
@@ -93,8 +93,8 @@ def at_backward(x: Any, call: Callable[[], None]) -> Any:
 class FullyShardedDataParallel(DataParallel):
     """A model of which each of d ranks keeps 1/d. Parameters are whole only while they are used.
 
-    Use it as DistributedDataParallel. Each block of a GPT is a unit; a module that lists no
-    `segments` is one unit, which the wrapper's `loss` and the wrapper as a function gather. With
+    It is used like DistributedDataParallel. Each block of a GPT is a unit; a module that lists no
+    `segments` is one unit, gathered by `wrapper.loss(x, y)` and `wrapper(x)`. With
     `prefetch`, the next segment's units are gathered while a segment computes. The unit that
     embedding and head share is gathered once for each of them: the head's backward follows its
     forward, and the embedding's backward does not read the parameters. Of Psi parameters, each rank
@@ -143,7 +143,7 @@ class FullyShardedDataParallel(DataParallel):
         """Gather the segment's units, if its backward reads them."""
         if needs.segment.reads_in_backward:
             self.gather(needs.reads, needs.next_in_backward)
-            # Backward does not come to an input without a gradient, such as that of a model without segments.
+            # Backward does not come to an input that needs no gradient, such as that of a model without segments.
             queue_callback(partial(self.free, needs.reads))
 
     def gather(self, units: Sequence[Unit], prefetched: Sequence[Unit]) -> None:
@@ -169,7 +169,7 @@ class FullyShardedDataParallel(DataParallel):
         unit.reshard()
         return values
 
-    # ---- gradients, as in stage 2; strategies do not inherit from one another, so that each file is whole
+    # ---- gradients, as in stage 2, written out again so that this file can be read alone
 
     def prepare(self) -> None:
         """Allocate the whole gradient of the unit that backward completes next."""

@@ -59,7 +59,7 @@ class DataParallel:
             model, self.parameters(), compared, self.after_step, self.accumulates_sums
         )
         self.hooks = BackwardHooks(self.buckets, self.prepare, self.reduce, comm.progress)
-        # A model without segments is one, whose input is the call of the model or of its loss.
+        # The whole model as one segment: its `run` is given a function to call, the forward or the loss.
         self.whole = Segment("model", lambda call: call(), model.parameters(), is_last=True)
         if segment_lists is None:
             segment_lists = [getattr(model, "segments", [self.whole])]

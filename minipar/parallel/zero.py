@@ -23,9 +23,9 @@ from minipar.parallel.wrapper import DataParallel
 class ZeroStage1(DataParallel):
     """Data parallelism with sharded optimizer state: each rank updates its chunk of the model.
 
-    Use it as DistributedDataParallel. Rank r has chunk r of each bucket. `parameters()` returns its
+    It is used like DistributedDataParallel. Rank r has chunk r of each bucket. `parameters()` returns its
     shards: AdamW keeps moments for 1/d of the model. In a step, each rank sends 2 Psi (d-1)/d
-    elements, and one float64 for the norm.
+    elements.
     """
 
     def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> ShardedBucket:
@@ -37,7 +37,7 @@ class ZeroStage1(DataParallel):
 
     def own_gradient(self, bucket: Bucket) -> Array:
         """Allocate the bucket's whole gradient for all steps; return this rank's chunk of it, for the sum."""
-        # The reduce-scatter reads this chunk last, and so may write into it.
+        # Every algorithm of the reduce-scatter reads this chunk before it writes into it.
         return bucket.allocate_gradient()[bucket.own]
 
     def reduce(self, bucket: ShardedBucket) -> None:
@@ -68,8 +68,8 @@ class ZeroStage2(ZeroStage1):
 
     At most two exist at a time: backward writes one while the other is sent. The gradient of the matrix
     that embedding and head share is one array more. Microbatches that accumulate under `no_sync` keep the
-    whole gradients of all buckets, as in PyTorch's FSDP. With `synchronize` after each microbatch
-    gradients stay sharded, and each microbatch sends them. Otherwise it sends as much as stage 1.
+    whole gradients of all buckets, as in PyTorch's FSDP. With `synchronize` after each microbatch,
+    gradients stay sharded, and each microbatch sends them. Without that it sends as much as stage 1.
     """
 
     accumulates_sums = True  # each sum is a chunk of its own, and is added to those before it

@@ -1,4 +1,4 @@
-"""This page applies each strategy to the serial model, one axis of the mesh after the other: here they meet.
+"""Apply each strategy to the serial model, one axis of the mesh after the other: on this page they meet.
 
 NB: torchtitan has such a function for each kind of model, for example `parallelize_llama`.
 """
@@ -33,8 +33,8 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     """Apply context, tensor, expert, pipeline and data parallelism to a serial model, in place.
 
     Return (ddp, context, tensor, pipeline, executor): what data, context, tensor and pipeline parallelism have made,
-    and what runs a step's schedule. The optimizer takes ddp's parameters. `tensor` and `pipeline` are None if their
-    axis has one rank.
+    and what runs a step's schedule. The optimizer takes ddp's parameters. `pipeline` is None on one rank of pp, and
+    `tensor` on one rank of tp, unless the reduction is a tree.
     """
     # Context parallelism: each of c ranks has a part of every sample's tokens. Attention also needs the keys and values
     # of the other parts, which the ranks send to one another. "zigzag" gives rank r the chunks r and 2c-1-r of 2c, so
@@ -44,7 +44,7 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
     # Tensor parallelism: each of t ranks keeps a part of every layer. Some gradients on a rank are only a term of the
     # sum (a router's; with sequence parallelism those of norms and row biases): `tensor.sum_partial` sums these over
     # tp, before dp sums them. With "tree" every sum follows one fixed binary tree, so that all layouts have the same
-    # bits; one rank alone therefore uses it, too.
+    # bits; one rank alone therefore uses it, too. (There the sums over tp are taken leaf by leaf, see tree_trainer.py.)
     sequence = args.sequence_parallel
     tensor = None
     if args.reduction == "tree":
@@ -68,8 +68,8 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, args: Namespace) -> Stra
         schedule = make("1f1b", 1, args.microbatches)
         pipeline = None
         stages = {0: PipelineStage(model.segments)}
-        # The norm is added up unit by unit. The one device of `--verify` stands for a pipeline of `args.pp` ranks, and
-        # has its units, so that its norm has the same bits.
+        # The norm is added up unit by unit. So the one device of `--verify` has the units of the pipeline that it is
+        # compared with, of `args.pp` ranks.
         units = segment_groups(model) if args.pp > 1 else by_unit(model)
 
     # Data parallelism: ranks of dp have other samples, and ranks of cp other tokens. Gradients are summed over both.

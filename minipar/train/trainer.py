@@ -54,7 +54,7 @@ def make_model(args: Namespace) -> LanguageModel:
 class Trainer:
     """One training of the flags `args`. The mesh has the sizes that they say.
 
-    Under `--verify` one device's mesh trains again, and the flags still say dp and pp (verify.py).
+    Under `--verify` one device's mesh trains again, and the flags may still say dp and pp (verify.py).
 
     The global batch is cut into a share for each replica (rank of dp), and a share into microbatches.
     """
@@ -82,7 +82,7 @@ class Trainer:
         # microbatches and ranks add up to the gradient of the mean.
         self.loss_factor = 1 / self.tokens_per_step
         self.first_step = 0  # a checkpoint changes it
-        self.extra: dict[str, float] = {}  # what a subclass keeps in a checkpoint besides
+        self.extra: dict[str, float] = {}  # what a subclass adds to a checkpoint, such as the loss scale
 
     def train(self) -> Iterator[StepResult]:
         """Take the steps that are left, and yield the result of each."""
@@ -103,8 +103,8 @@ class Trainer:
         """
         memory.enter("forward", restart=True)
         self.ddp.zero_grad()
-        # The auxiliary loss of experts is a sum over samples, as the criterion is, so it has the same factor. Each rank
-        # of tp computes all of it, and `tensor.sum_partial` adds the router's gradients over tp: so each has 1/tp.
+        # The auxiliary loss of experts is a sum over samples, as the criterion is, so it has the same factor. Every
+        # rank of tp computes all of it, and `tensor.sum_partial` adds their router gradients, so each takes 1/tp.
         scale_auxiliary_loss(self.model, self.loss_factor / self.mesh.tp.size, self.mesh.cp)
         loss = np.array([self.replica_gradient(step)])
         if self.pipeline is not None:
@@ -165,8 +165,8 @@ class Trainer:
             region = self.mesh.world.tracer.region(phase if self.pipeline is None else str(action))
             # Backward needs the keys too: recomputation draws forward's dropout masks again.
             masks = dropping(DropoutKeys(args.seed, step, self.samples(replica, m)))
-            # Every schedule runs the last microbatch's backward last. Only that backward sums gradients over the
-            # replicas; before, they add up on each rank, as in DDP's `no_sync`.
+            # Each stage runs the last microbatch's backward last. Only that one sums gradients over the replicas,
+            # unless every one does; before, they add up on each rank, as in DDP's `no_sync`.
             sends = args.sync_every_microbatch or m == args.microbatches - 1
             summing = nullcontext() if sends else self.ddp.no_sync()
             # A wrapper refuses the backward of a loss that its own `ddp.loss` has not divided by the count of targets.
@@ -227,7 +227,7 @@ class Trainer:
     def send_tied_weight(self) -> None:
         """Send the token embedding to the pipeline's last stage, whose head it is too."""
         if self.pipeline is not None:
-            # Under ZeRO, `gather_parameter` collects the whole weight.
+            # Under ZeRO stage 3 `gather_parameter` collects the whole weight.
             self.pipeline.send_tied_weight(self.ddp.gather_parameter)
 
     def state_dict(self, gradients: bool = False) -> dict[str, np.ndarray]:
