@@ -7,8 +7,8 @@ The model does not know that it is parallel; strategies change it from outside. 
 replaces layers by parallel ones, divides each attention's heads, and replaces the two functions
 that see the whole vocabulary, `project` and `criterion`. Context parallelism replaces each
 `attention`, and `positions`. Pipeline parallelism runs a range of `segments` on each rank. Data
-parallelism adds gradient hooks, ZeRO moves all parameters into flat storage, and its stages 2 and 3
-wrap the `run` of segments.
+parallelism adds gradient hooks, ZeRO moves all parameters into flat storage, and its stage 3 wraps
+the `run` of segments.
 """
 
 # What is a field of one config is a property of another.
