@@ -288,10 +288,9 @@ if rank == 0:
 #
 # The library's two halves are the two loops above, written as generators (3.9). `link` is a communicator's view of one
 # operation: it counts each message and gives it a tag that says what this rank is doing (section 3.10). The library
-# adds three things: a reduce-scatter's input keeps its values, because the partial sums travel in scratch memory that
-# is used again (of the collectives, only `all_reduce` and `broadcast` overwrite their input, and `all_gather` fills its
-# `out`); `combine` may be a maximum instead of a sum; and the order in which a chunk is added up is a promise (section
-# 3.5).
+# adds three things: a reduce-scatter's input keeps its values, because the partial sums travel in scratch memory (of
+# the collectives, only `all_reduce` and `broadcast` overwrite their input, and `all_gather` fills its `out`); `combine`
+# may be a maximum instead of a sum; and the order in which a chunk is added up is a promise (section 3.5).
 #
 # ## 3.4 Fewer messages: recursive doubling and halving
 #

@@ -659,11 +659,10 @@ if rank == 0:
 
 # %% [markdown]
 # Below the dashed line, the model state shrinks. Above it is what the formula leaves out. *Activations* grow through
-# forward and shrink through backward, the same in every panel. *Buffers* are, in all stages, room for messages (in the
-# first panel they do not fall to 0, because the communicator keeps the room that its first run made); in stage 2 also
-# the full gradients of buckets, and in stage 3 also the gathered parameters, of this unit and of the next. At toy size,
-# where a unit is a fifth of the model, they take much of the memory. A model of 96 blocks has about a hundred units, of
-# which two are gathered at a time.
+# forward and shrink through backward, the same in every panel. *Buffers* are, in all stages, room for what arrives in a
+# sum while it runs; in stage 2 also the full gradients of buckets, and in stage 3 also the gathered parameters, of this
+# unit and of the next. At toy size, where a unit is a fifth of the model, they take much of the memory. A model of 96
+# blocks has about a hundred units, of which two are gathered at a time.
 #
 # ## 5.6 What stage 3 pays
 #

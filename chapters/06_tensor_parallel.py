@@ -324,15 +324,15 @@ say(f"{2 * t} query heads in {t} groups over {t} ranks = one device, with the gr
 #
 # *Deeper, 10 minutes.*
 #
-# `PLAN` is the library's table. Beside dim and groups it names the class that replaces the serial layer. The names
-# after `c_proj` are those of Llama and of Mixtral, a Llama with experts (chapter 12), whose matrices are (out, in).
-# Where several layers read one input ($q$, $k$, $v$; `gate_proj`, `up_proj`), the block calls `enter` once for all of
-# them, and they do not cross the border.
+# `PLAN` is the library's table for GPT-2. Beside dim and groups it names the class that replaces the serial layer.
+# Llama and Mixtral, a Llama with experts (chapter 12), whose matrices are (out, in), bring tables of their own
+# (`more/llama.py`). Where several of their layers read one input ($q$, $k$, $v$; `gate_proj`, `up_proj`), the block
+# calls `enter` once for all of them, and they do not cross the border.
 #
 # `tensor_parallel(model, comm)` goes through the table. It replaces serial layers by parallel ones, and leaves each
 # rank its part of *the very values* that the serial model has. (Initial weights are keyed by name, never by rank, so a
-# run on 8 ranks starts where a run on 1 does.) What stays whole has the placement `Replicate`. The model's own files
-# (`nn/`) know nothing of ranks: there a block's `enter` is a function that returns its input.
+# run on 8 ranks starts where a run on 1 does.) What stays whole has the placement `Replicate`. The model's own file
+# (`nn/gpt.py`) knows nothing of ranks. (In Llama's a block's `enter` returns its input until a strategy replaces it.)
 
 # %%
 from chapters.support.ch06.whole_gradients import compare_with_one_device, is_split

@@ -700,12 +700,11 @@ class TensorOutermost(DeviceMesh):
         return (place["tp"] * self.shape["dp"] + place["dp"]) * self.shape["pp"] + place["pp"]
 
 
-NORM = "minipar.train.trainer.clip_grad_norm"
-GUARD = "minipar.parallel.tensor.layers.check_alike"  # it would refuse mistake 3: patched, it does nothing
+GUARD = "minipar.parallel.tensor.layers.check_same_batch"  # it would refuse mistake 3: patched, it does nothing
 MISTAKES = {  # trainer, mesh, how to break it
     "nothing broken": (Trainer, DeviceMesh, nullcontext()),
     "1. gradient averaged over tp": (AveragesOverTP, DeviceMesh, nullcontext()),
-    "2. norm over dp, not tp": (Trainer, DeviceMesh, patch(NORM, norm_over_dp)),
+    "2. norm over dp, not tp": (Trainer, DeviceMesh, patch.object(Trainer, "clip", staticmethod(norm_over_dp))),
     "3. samples by world rank": (DealsByWorldRank, DeviceMesh, patch(GUARD)),
     "4. tp outermost": (Trainer, TensorOutermost, nullcontext()),
 }

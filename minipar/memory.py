@@ -2,8 +2,8 @@
 
 Code that creates an array which outlives the call names its kind: `hold("gradients", array)`. A
 ledger that is `recording()` adds the array's bytes to its sum and subtracts them when the array is
-freed, which it learns from a weak reference. Scratch arrays inside one operation, Python objects,
-and allocations of the MPI library do not count.
+freed, which it learns from a weak reference. Scratch arrays of one computation, Python objects, and
+allocations of the MPI library do not count; what arrives in a collective is a buffer until its end.
 """
 
 import json

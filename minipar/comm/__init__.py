@@ -2,13 +2,13 @@
 
 One call goes through these files; read them in this order:
 
-    communicator   the operations: check the arrays, choose an algorithm, run it
+    communicator   the operations: make arrays flat, choose an algorithm, run it
     algorithms     each algorithm of an operation as a generator of messages
     work           drives the generators, blocking or asynchronous
-    transport      isend and irecv, the interface, which mpi and threads implement
+    transport      isend and irecv, which mpi and threads implement, and the count of what is sent
 
-Around it: mesh (a communicator for each axis), traffic (counts and closed forms), clock, trace,
-launch.
+Around it: mesh (a communicator for each axis), traffic (closed forms), clock, trace and its file,
+chrome_trace, and launch.
 """
 
 import lazy_loader

@@ -36,8 +36,8 @@ Result = Any  # the array, or with async_op the Work whose wait() returns it
 def choose(op: str, algorithm: str, nbytes: int) -> str:
     """Return the name of the algorithm to run.
 
-    "auto" is an algorithm of few messages (lg p) below FEW_STEPS_BELOW bytes of the whole array, and
-    above it one of few bytes (n(p-1)/p each way) and few waits. Any other name is obeyed at any
+    "auto" is an algorithm of few messages (lg p, but for gathers) below FEW_STEPS_BELOW bytes of the
+    whole array, and above it one of few bytes (n(p-1)/p each way) and few waits. Any other name is obeyed at any
     size, so DP and ZeRO with "ring" agree bit for bit.
     """
     if algorithm == "auto":

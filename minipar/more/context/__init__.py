@@ -1,1 +1,1 @@
-"""Context parallelism: each rank has a part of every sample's tokens."""
+"""Attention in blocks; and context parallelism: each rank has a part of every sample's tokens."""
