@@ -118,12 +118,13 @@ def zero_grad(parameters: Sequence[Parameter]) -> None:
 
 def drawn_names(parameters: Sequence[Parameter]) -> list[str]:
     """Return what decides the initial values of each parameter that is drawn: its seed and name."""
-    return [f"seed and name {p.drawn_by}" for p in parameters if p.drawn_by is not None]
+    names = [p.drawn_by for p in parameters if p.drawn_by is not None]
+    return [f'the name "{name}" and seed {seed}' for seed, name in names]
 
 
 def check_names(names: Sequence[str]) -> None:
     """Raise UsageError if two parameters are drawn by one name: their initial values would be the same."""
     for name in names:
         if names.count(name) > 1:
-            two = f"two parameters are drawn by the {name}, and so start alike"
+            two = f"two parameters are drawn by {name}, and so start alike"
             raise UsageError(f"{two}: give each layer a name of its own")
