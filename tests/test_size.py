@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The most tokens of each part, without comments and docstrings. A limit is lowered when code leaves, and only raised
 # when code moves here from another part.
-PARTS = {"core": 51_100, "more": 16_400, "train": 9_500, "compare": 6_360, "plan": 21_400, "bench": 9_420}
+PARTS = {"core": 51_100, "more": 16_400, "train": 9_500, "compare": 6_360, "plan": 21_400, "bench": 8_820}
 # The most files that the imports of a file reach, the most tokens in them, and how many of these are in parallel/.
 CLOSURES = {
     "parallel/ddp": (22, 19_900, 4_340),
@@ -22,7 +22,7 @@ CLOSURES = {
     "parallel/pipeline/module": (27, 28_650, 9_690),
 }
 TOKENS_PER_LINE = 9.57
-TEST_LINES = 32_985  # of all files below tests/; the goal is 30,000
+TEST_LINES = 32_945  # of all files below tests/; the goal is 30,000
 LONG_LINES = 0.06  # of the lines that are not blank, beyond 100 columns
 
 IGNORED = {

@@ -4,7 +4,6 @@
     step.py          a training step next to PyTorch's; the ZeRO stages; the cost of synchronization (overlap)
     pipeline.py      the bubble of each pipeline schedule
     bits.py          the bits of one model trained in many layouts, with rings and with trees
-    context.py       the balance of context parallelism's orders of tokens
     machine.py       the constants of this machine, and the planner's predictions with them next to measured steps
 
 Two files have no benchmark of their own:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minipar.bench import bits, collectives, context, machine, pipeline, step
+from minipar.bench import bits, collectives, machine, pipeline, step
 from minipar.cli import UsageParser
 from minipar.comm.communicator import Communicator
 from minipar.comm.launch import launch
@@ -15,12 +15,11 @@ SUBCOMMANDS = {
     "zero": (step.add_flags, step.run_zero),
     "overlap": (step.add_flags, step.run_overlap),
     "pipeline": (pipeline.add_flags, pipeline.run),
-    "context": (context.add_flags, context.run),
     "bits": (bits.add_flags, bits.run),
     "machine": (machine.add_flags, machine.run),
 }
 ONE_PROCESS = ("step", "bits")
-SEVERAL_RANKS = ("collectives", "pipeline", "context", "machine")
+SEVERAL_RANKS = ("collectives", "pipeline", "machine")
 
 
 def bench(comm: Communicator) -> None:

@@ -5,14 +5,12 @@ import sys
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from launcher import run_mpi
 
 from minipar.bench import bits, collectives, layouts, machine
 from minipar.bench.__main__ import SUBCOMMANDS, bench
-from minipar.bench.context import WaitingClock
-from minipar.comm import Communicator, Network, run_local, serial
+from minipar.comm import Network, run_local, serial
 from minipar.errors import UsageError
 
 
@@ -38,10 +36,6 @@ def check_pipeline(rows):
         assert 0 < row["bubble_min"] <= row["bubble_measured"] <= row["bubble_max"] < 1
 
 
-def check_context(rows):
-    assert all(0 < row["efficiency"] <= 1 for row in rows)
-
-
 def check_bits(rows):
     """With trees every layout has one device's bits, with rings it has others."""
     first, *others = rows
@@ -62,8 +56,6 @@ RUNS = {  # ranks, flags, what else its rows promise, and the values of these ke
     "overlap": (2, f"--layers 1 --batch 1 {TINY}", check_overlap, "ranks", [(2,)]),
     "pipeline": (2, f"--batch 1 --microbatches 4 {TINY}", check_pipeline, "schedule",
         [("gpipe",), ("1f1b",), ("interleaved-1f1b",), ("zb-h1",)]),
-    "context": (4, "--seq-len 32 --heads 1 --repeat 1", check_context, "order published",
-        [("zigzag", 1), ("contiguous", pytest.approx(33 / 57))]),
     "bits": (1, "--steps 1", check_bits, "layout", [("one device",), ("--dp 2",), ("--tp 2",)]),
     "machine": (2, "--hidden 32 --seq-len 8 --repeat 1", check_machine, "dp pp zero_stage schedule",
         [(1, 1, 0, None), (2, 1, 1, None), (1, 2, 0, "gpipe")]),
@@ -120,7 +112,6 @@ def test_every_benchmark_is_run():
         (2, "bits", "2"),
         (2, "overlap --repeat 0", "--repeat"),
         (1, "pipeline", "2 ranks"),
-        (1, "context", "2 ranks"),
         (2, "collectives --ops barrier gather", "gather"),
         (2, "machine --hidden 12", "--hidden 12"),
         (1, "step --repe 3", "--repe"),
@@ -149,32 +140,6 @@ def test_a_collective_is_timed_in_turns_with_mpis(monkeypatch):
     row = collectives.measure(serial(), "all_reduce", "auto", 80)
     assert (row["seconds"], row["mpi_seconds"], row["ratio"]) == pytest.approx((1e-3, 4e-3, 1 / 4))
     assert turns.count("o") == pytest.approx(turns.count("t"), abs=1)
-
-
-def test_the_waiting_clock_separates_waiting_from_work():
-    """Rank 0 computes for 0.2 seconds and sends; rank 1 computes for 0.1, receives, and computes for 0.1 more."""
-
-    def rank(comm):
-        clock = WaitingClock()
-        comm, message = Communicator(comm.transport, clock=clock), np.zeros(1)
-        comm.barrier()
-        start, waited = clock.now(), clock.waited
-
-        def compute(seconds):
-            end = clock.now() + seconds
-            while clock.now() < end:
-                pass
-
-        if comm.rank == 0:
-            compute(0.2)
-            comm.isend(message, 1).wait()
-        else:
-            compute(0.1)
-            comm.irecv(message, 0).wait()
-            compute(0.1)
-        return clock.now() - start, clock.waited - waited
-
-    assert run_local(2, rank) == [pytest.approx((0.2, 0), abs=0.02), pytest.approx((0.3, 0.1), abs=0.02)]
 
 
 def test_the_network_that_is_measured_is_the_one_there_is(monkeypatch):
