@@ -19,7 +19,7 @@ CLOSURES = {
     "parallel/zero": (23, 20_520, 4_980),
     "parallel/fsdp": (23, 21_230, 5_690),
     "parallel/tensor/layers": (22, 21_220, 2_800),
-    "parallel/pipeline/module": (27, 28_670, 9_690),
+    "parallel/pipeline/module": (27, 28_680, 9_700),
 }
 TOKENS_PER_LINE = 9.57
 TEST_LINES = 32_945  # of all files below tests/; the goal is 30,000

@@ -184,6 +184,11 @@ PP = "mesh = DeviceMesh(world, pp=2);"
 ON_8 = "mesh = DeviceMesh(world, dp=2, tp=2, pp=2); model = pipeline(mesh);"
 PIPELINES = {
     "stages and ranks": (2, f"{PP} pipeline(mesh, 'abc')", UsageError, "1f1b", "3/2"),
+    "a schedule without a backward": (
+        2, """from minipar.parallel.pipeline.schedules import SCHEDULES
+from minipar.parallel.pipeline.actions import Schedule
+SCHEDULES["mine"] = lambda p, m: Schedule("mine", tuple(tuple(row[:-1]) for row in SCHEDULES["1f1b"](p, m).ranks))
+mesh = DeviceMesh(world, pp=2); mp.PipelineModule([Stage, Stage], mesh, 2, "mine")""", UsageError, "0B1"),
     "one name on two ranks": (2, f"{PP} pipeline(mesh, 'aa')", UsageError, "aup.weight"),
     "one name on one rank": (1, "pipeline(DeviceMesh(world), 'aa')", UsageError, "aup.weight"),
     "backward again": (2, f"{PP} pipeline(mesh)(X, Y).backward()", ValueError, "PipelineModule"),

@@ -13,6 +13,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Owner, Parameter, check_names, drawn_names
+from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
 from minipar.parallel.placement import Replicate, Shard, attach_placements, placement_of, update
@@ -51,6 +52,7 @@ class PipelineModule(Module, Owner):
         pp = mesh.pp
         virtual = max(1, len(stages) // pp.size) if schedule == "interleaved-1f1b" else None
         order = make(schedule, pp.size, num_microbatches, virtual)
+        check(order)  # a script may have added the schedule
         what = f"stages/(stages of {schedule} on pp = {pp.size})"
         check_divides(what, len(stages), order.stages, "each stage of the schedule has as many")
         per_stage = len(stages) // order.stages
