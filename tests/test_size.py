@@ -22,7 +22,7 @@ CLOSURES = {
     "parallel/pipeline/module": (27, 28_680, 9_700),
 }
 TOKENS_PER_LINE = 9.57
-TEST_LINES = 32_950  # of all files below tests/; the goal is 30,000
+TEST_LINES = 32_953  # of all files below tests/; the goal is 30,000
 LONG_LINES = 0.06  # of the lines that are not blank, beyond 100 columns
 
 IGNORED = {

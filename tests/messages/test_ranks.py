@@ -9,6 +9,8 @@ import minipar as mp
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import CommunicationError, UsageError
 from minipar.nn import SGD, AdamW, Linear, Module
+from minipar.parallel.pipeline.actions import Schedule
+from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.wrap import shard
 
 ROPE = (11, 16, 12, 2, 4, 2, 8)  # vocabulary, hidden, MLP, layers, heads, heads of keys, positions
@@ -184,11 +186,6 @@ PP = "mesh = DeviceMesh(world, pp=2);"
 ON_8 = "mesh = DeviceMesh(world, dp=2, tp=2, pp=2); model = pipeline(mesh);"
 PIPELINES = {
     "stages and ranks": (2, f"{PP} pipeline(mesh, 'abc')", UsageError, "1f1b", "3/2"),
-    "a schedule without a backward": (
-        2, """from minipar.parallel.pipeline.schedules import SCHEDULES
-from minipar.parallel.pipeline.actions import Schedule
-SCHEDULES["mine"] = lambda p, m: Schedule("mine", tuple(tuple(row[:-1]) for row in SCHEDULES["1f1b"](p, m).ranks))
-mesh = DeviceMesh(world, pp=2); mp.PipelineModule([Stage, Stage], mesh, 2, "mine")""", UsageError, "0B1"),
     "one name on two ranks": (2, f"{PP} pipeline(mesh, 'aa')", UsageError, "aup.weight"),
     "one name on one rank": (1, "pipeline(DeviceMesh(world), 'aa')", UsageError, "aup.weight"),
     "backward again": (2, f"{PP} pipeline(mesh)(X, Y).backward()", ValueError, "PipelineModule"),
@@ -203,6 +200,12 @@ mesh = DeviceMesh(world, pp=2); mp.PipelineModule([Stage, Stage], mesh, 2, "mine
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_that_would_train_wrongly_is_refused(name):
     check(PIPELINES[name])
+
+
+def test_a_schedule_without_a_backward_is_refused(monkeypatch):
+    lists = [row[:-1] for row in SCHEDULES["1f1b"](2, 2).ranks]
+    monkeypatch.setitem(SCHEDULES, "mine", lambda p, m: Schedule.of("mine", lists))
+    check((2, "mp.PipelineModule([Stage, Stage], DeviceMesh(world, pp=2), 2, 'mine')", UsageError, "0B1"))
 
 
 # ---- ZeroOptimizer ---------------------------------------------------------------------------------------------------
