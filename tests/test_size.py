@@ -19,10 +19,10 @@ CLOSURES = {
     "parallel/zero": (23, 20_520, 4_980),
     "parallel/fsdp": (23, 21_230, 5_690),
     "parallel/tensor/layers": (22, 21_220, 2_800),
-    "parallel/pipeline/module": (27, 28_680, 9_700),
+    "parallel/pipeline/module": (27, 28_690, 9_710),
 }
 TOKENS_PER_LINE = 9.57
-TEST_LINES = 32_953  # of all files below tests/; the goal is 30,000
+TEST_LINES = 32_955  # of all files below tests/; the goal is 30,000
 LONG_LINES = 0.06  # of the lines that are not blank, beyond 100 columns
 
 IGNORED = {

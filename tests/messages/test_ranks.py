@@ -202,10 +202,12 @@ def test_a_pipeline_that_would_train_wrongly_is_refused(name):
     check(PIPELINES[name])
 
 
-def test_a_schedule_without_a_backward_is_refused(monkeypatch):
-    lists = [row[:-1] for row in SCHEDULES["1f1b"](2, 2).ranks]
-    monkeypatch.setitem(SCHEDULES, "mine", lambda p, m: Schedule.of("mine", lists))
-    check((2, "mp.PipelineModule([Stage, Stage], DeviceMesh(world, pp=2), 2, 'mine')", UsageError, "0B1"))
+def test_a_schedule_that_lacks_something_is_refused(monkeypatch):
+    whole = SCHEDULES["1f1b"]
+    without_last = [row[:-1] for row in whole(2, 2).ranks]
+    for mine, words in (Schedule.of("mine", without_last), ["0B1"]), (whole(2, 1), ["1", "2"]):
+        monkeypatch.setitem(SCHEDULES, "mine", lambda p, m, mine=mine: mine)
+        check((2, "mp.PipelineModule([Stage, Stage], DeviceMesh(world, pp=2), 2, 'mine')", UsageError, *words))
 
 
 # ---- ZeroOptimizer ---------------------------------------------------------------------------------------------------

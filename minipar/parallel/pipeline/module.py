@@ -53,6 +53,10 @@ class PipelineModule(Module, Owner):
         virtual = max(1, len(stages) // pp.size) if schedule == "interleaved-1f1b" else None
         order = make(schedule, pp.size, num_microbatches, virtual)
         check(order)  # a script may have added the schedule
+        if order.microbatches != num_microbatches:
+            raise UsageError(
+                f"schedule {schedule}: {order.microbatches} microbatches, not {num_microbatches}"
+            )
         what = f"stages/(stages of {schedule} on pp = {pp.size})"
         check_divides(what, len(stages), order.stages, "each stage of the schedule has as many")
         per_stage = len(stages) // order.stages
