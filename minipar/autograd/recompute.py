@@ -5,6 +5,7 @@ NB: activation checkpointing; torch.utils.checkpoint.checkpoint.
 
 from collections.abc import Callable, Sequence
 
+from minipar.autograd.backward import node_numbers, reachable
 from minipar.autograd.rules import Gradients
 from minipar.autograd.tensor import Function, Tensor, grad_enabled, no_grad, randomness
 from minipar.backend import Array, setting
@@ -28,9 +29,15 @@ class CheckpointFunction(Function):
     ) -> Gradients:  # fmt: skip
         needs = self.needs[2:]  # the first two inputs are `function` and `arity`
         tensors = [Tensor(array, need) for array, need in zip(inputs, needs, strict=False)]
+        start = next(node_numbers)
         # The function runs with gradients even in `no_grad`.
         with setting(randomness, self.randomness), setting(grad_enabled, True):
             output = function(*tensors)
+        nodes = [] if output.node is None else reachable(output.node)[0]
+        for node in nodes:
+            if node.number < start:
+                what = f"checkpoint: the function reads a result of {node.operation_name()} from outside"
+                raise ValueError(f"{what}, which backward would go through twice: make it an input")
         output.backward(grad)  # parameters receive their gradients in here
         gradients = [tensor.grad for tensor in tensors]
         no_gradients = [None] * (len(needs) - len(inputs))  # for the parameters

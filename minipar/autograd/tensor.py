@@ -68,9 +68,15 @@ def record(node: Function, inputs: Sequence[Any]) -> Tensor:
         node = wrap(node, inputs)
     enabled = grad_enabled.get()
     node.needs = tuple([enabled and isinstance(x, Tensor) and x.requires_grad for x in inputs])
-    node.inputs = tuple(
-        [x.node or x if need else None for x, need in zip(inputs, node.needs, strict=True)]
-    )
+    sources: list[Any] = []
+    for x, need in zip(inputs, node.needs, strict=True):
+        if not need:
+            sources.append(None)
+        elif x.node is None:
+            sources.append(x)  # a leaf
+        else:
+            sources.append(x.node)
+    node.inputs = tuple(sources)
     arrays = [x.data if isinstance(x, Tensor) else x for x in inputs]
     output = Tensor(node.forward(*arrays))
     hold("activations", output.data, *node.saved.values())

@@ -27,9 +27,8 @@ AUTO = {  # by operation: the algorithm for arrays below that size, and from the
 COMBINE = {"sum": np.add, "max": np.maximum}
 NOTHING = np.empty(0, np.uint8)  # the array of operations that have none, or change none
 
-Counts = (
-    tuple[Sequence[int], Sequence[int]] | None
-)  # what a rank sends to each rank, and receives from it
+# What a rank sends to each rank, and receives from it.
+Counts = tuple[Sequence[int], Sequence[int]] | None
 Result = Any  # the array, or with async_op the Work whose wait() returns it
 
 
@@ -37,8 +36,8 @@ def choose(op: str, algorithm: str, nbytes: int) -> str:
     """Return the name of the algorithm to run.
 
     "auto" is an algorithm of few messages (lg p, but for gathers) below FEW_STEPS_BELOW bytes of the
-    whole array, and above it one of few bytes (n(p-1)/p each way) and few waits. Any other name is obeyed at any
-    size, so DP and ZeRO with "ring" agree bit for bit.
+    whole array, and above it one of few bytes (n(p-1)/p each way) and few waits. Any other name is
+    obeyed at any size, so DP and ZeRO with "ring" agree bit for bit.
     """
     if algorithm == "auto":
         small, large = AUTO[op]
@@ -305,7 +304,7 @@ class Communicator:
         """Gather x on every rank, in place, in an operation that no clock, no trace and no account sees."""
         now = self.clock.now()
         link = Link(self, "control", "ring", self._next_tag("control", NOTHING))
-        link.count = [0, 0]
+        link.count = [0, 0]  # in no account
         work = Work(link, self.queue)
         work.begin(ring_all_gather(link, x), None)
         work.wait()

@@ -30,7 +30,7 @@ class Optimizer:
         """Update the parameters.
 
         Their owners, each once, act before gradients are read and after the update. RuntimeError if
-        no parameter has a gradient that no step has used.
+        no parameter has a gradient, and if a step has used one of the gradients already.
         """
         owners = owners_of(self.parameters)
         for owner in owners:
@@ -81,18 +81,19 @@ class Optimizer:
 
 
 def check_gradients(parameters: Sequence[Parameter]) -> None:
-    """Raise RuntimeError if there is no gradient that no step has used: this one would do nothing, or repeat the last.
+    """Raise RuntimeError if a step would do nothing, or use gradients a second time.
 
     This compares arrays, so a gradient that the program itself has assigned is a new one. Gradients
     in flat storage are the same array in each step; the strategy that keeps it knows which were used.
     """
+    remedy = "call loss.backward() before step(), and optimizer.zero_grad() after it"
+    if any(p.size for p in parameters) and all(p.grad is None for p in parameters):
+        raise RuntimeError(f"optimizer.step(): no parameter has a gradient; {remedy}")
     for p in parameters:
-        is_used = p.grad is p.used_gradient and p.grad_buffer is None
-        if p.size == 0 or (p.grad is not None and not is_used):
-            return
-    if parameters:
-        remedy = "call loss.backward() before step(), and optimizer.zero_grad() after it"
-        raise RuntimeError(f"optimizer.step(): no parameter has a new gradient; {remedy}")
+        if p.grad is not None and p.grad is p.used_gradient and p.grad_buffer is None:
+            raise RuntimeError(
+                f"optimizer.step() would use the gradients of the last step again; {remedy}"
+            )
 
 
 class SGD(Optimizer):

@@ -64,7 +64,7 @@ class Bucket:
         replica = comm.rank // sharing.size
         start = 0
         for p in parameters:
-            p.zero_grad()  # the first step's gradient would be added to it
+            p.zero_grad()  # the first step's gradients are not added to older ones
             update(p, dp=BucketSlice(start, p.size, self.size, sharing.rank, sharing.size, replica))
             start += p.size
         for leaf in self.leaves():

@@ -52,7 +52,7 @@ def clip_grad_norm(
     if any(p.placement is None for p in parameters):
         # A model on one device.
         total = squared_norm(p.grad for p in parameters if p.grad is not None)
-        return scaled_to(max_norm, parameters, math.sqrt(total))
+        return scale_down(parameters, max_norm, math.sqrt(total))
     if tp is None and any(placement_of(p).tp.ranks > 1 for p in parameters):
         raise UsageError("clip_grad_norm: tp has cut these parameters: give its ranks, such as mesh.tp")
     # Other ranks of dp do not hold what a rank has of shards and of experts.
@@ -69,10 +69,10 @@ def clip_grad_norm(
             raise UsageError("clip_grad_norm: this rank holds shards: give the ranks of data parallelism")
         dp.all_reduce(totals, algorithm="ordered")
     total = float(add_left_to_right(totals, axis=0))
-    return scaled_to(max_norm, parameters, math.sqrt(total))
+    return scale_down(parameters, max_norm, math.sqrt(total))
 
 
-def scaled_to(max_norm: float | None, parameters: Iterable[Parameter], norm: float) -> float:
+def scale_down(parameters: Iterable[Parameter], max_norm: float | None, norm: float) -> float:
     """Scale the gradients, whose 2-norm is `norm`, down to `max_norm` if it is larger; return `norm`.
 
     The factor is max_norm / (norm + 1e-6), as PyTorch's.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import call
 from typing import Any
 
 from minipar.autograd.tensor import Tensor
@@ -60,7 +61,7 @@ class DataParallel:
         )
         self.hooks = BackwardHooks(self.buckets, self.prepare, self.reduce, comm.progress)
         # The whole model as one segment: its `run` is given a function to call, the forward or the loss.
-        self.whole = Segment("model", lambda call: call(), model.parameters(), is_last=True)
+        self.whole = Segment("model", call, model.parameters(), is_last=True)
         if segment_lists is None:
             segment_lists = [getattr(model, "segments", [self.whole])]
         self.segment_lists = segment_lists

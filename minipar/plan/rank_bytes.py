@@ -175,9 +175,8 @@ def memory(
     kept = framework.kept
     activations, peak = kept_activations(model, layout, length, kept)
     moment = moment_buffers(model, layout, length, kept)
-    if (
-        layout.zero >= 2 and not accumulating
-    ):  # a whole gradient is sent, and the next one is computed
+    # One whole gradient is sent while the next one is computed; microbatches that accumulate keep all of them anyhow.
+    if layout.zero >= 2 and not accumulating:
         moment += 2 * layout.precision.gradients * layer_state(model, layout)
     return Memory(
         parameters=float(state.parameters),

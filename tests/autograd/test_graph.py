@@ -314,8 +314,12 @@ def test_backward_inside_no_grad_recomputes_all_the_same(depth):
     assert gradients[0] == gradients[1]
 
 
-def test_a_block_may_read_a_leaf_and_may_do_nothing():
+def test_a_block_that_reads_a_result_from_outside_is_refused():
+    """Backward would go through that result's graph twice. A leaf may be read so."""
     x, w, outside = leaf(3, 4), leaf(4, 4), leaf(3, 4)
+    h = x * 2.0
+    with pytest.raises(ValueError, match=r"checkpoint: .*Mul.* input"):
+        checkpoint(lambda y: linear(y, w) + h, h, parameters=[w]).sum().backward()
     checkpoint(lambda y: linear(y, w) + outside, x * 2.0, parameters=[w]).sum().backward()
     assert outside.grad.tolist() == np.ones((3, 4)).tolist() and x.grad is not None
     checkpoint(lambda y: y, x * 2.0).sum().backward()

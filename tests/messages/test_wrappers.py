@@ -63,10 +63,15 @@ model = MLP()
 model.parameters()[-1].data[0] += 1e-9 * world.rank
 shard(model, world, stage).loss(x, y)
 """
+OLD_AND_NEW = """
+model.parameters()[0].grad = np.ones((3, 5)); optimizer.step()
+model.parameters()[1].grad = np.ones(5); optimizer.step()
+"""
 ZERO_GRAD, WRAPPER, RANKS = "zero_grad()", "AdamW(wrapper.parameters())", ("1", "0")
 REFUSED = {  # the script, at these stages, the error, and what it shows
     "a forgotten zero_grad": (f"{TWICE} {TWICE}", EVERY, RuntimeError, ZERO_GRAD),
     "the same with microbatches": (f"{TWICE}\n{UNSYNCED}", ALL, RuntimeError, ZERO_GRAD),
+    "an old gradient and a new one": (OLD_AND_NEW, [SERIAL], RuntimeError, ZERO_GRAD),
     "two steps of one backward": (f"{TWICE} optimizer.step()", EVERY, RuntimeError, "zero_grad()"),
     "zero_grad before step": (
         "backward(); optimizer.zero_grad(); optimizer.step()", EVERY, RuntimeError, "loss.backward()", "step()"),

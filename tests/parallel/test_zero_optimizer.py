@@ -131,3 +131,22 @@ def test_a_zero_optimizer_has_the_users_own_setting():
 
     half, none = (run_local(2, rank, factor)[0] for factor in (0.5, 0.0))
     assert none == bits(MLP().state_dict()) != half
+
+
+def test_gradients_that_no_step_has_used_are_summed_anew():
+    """With sequence parallelism a norm's gradient is a term on each rank of tp, also after a step that was left out."""
+
+    def rank(comm):
+        mesh = DeviceMesh(comm, tp=2)
+        model = mp.GPT(mp.GPTConfig(17, 8, 16, 1, 2), dtype="float64")
+        mp.tensor_parallel(model, mesh.tp, sequence=True)
+        optimizer = mp.ZeroOptimizer(model.parameters(), SGD, mesh.dp, lr=0.1)
+        norms = []
+        for _ in range(2):
+            model.loss(np.arange(8)[None], np.arange(1, 9)[None]).backward()
+            norms.append(mp.clip_grad_norm(model.parameters(), None, mesh.dp, mesh.tp))
+            optimizer.zero_grad()
+        return norms
+
+    for first, second in run_local(2, rank):
+        assert first == second

@@ -17,7 +17,7 @@ from chapters.support.share_work import from_all
 from chapters.support.training import step_traffic
 from chapters.support.whole_runs import verdict_of
 from minipar.autograd import Tensor, linear
-from minipar.parallel.grad_norm import scaled_to, squared_norm
+from minipar.parallel.grad_norm import scale_down, squared_norm
 from minipar.parallel.tensor import mappings, vocabulary
 from minipar.parallel.tensor.layers import RowLinear
 from minipar.parallel.tensor.mappings import TensorGroup
@@ -40,7 +40,7 @@ def norm_of_all_ranks(parameters: Any, max_norm: Any, dp: Any, tp: Any, pp: Any)
     """Mistake 3: a gradient norm that sums the squares of replicated parameters over tp, too."""
     squares = np.array([squared_norm([p.grad for p in parameters])])
     tp.all_reduce(squares, algorithm="ordered")
-    return scaled_to(max_norm, parameters, float(np.sqrt(squares[0])))
+    return scale_down(parameters, max_norm, float(np.sqrt(squares[0])))
 
 
 def loss_with_own_maximum(logits: Tensor, targets: Any, group: TensorGroup, vocab_size: int | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from minipar.backend import Array, to_host
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.parameter import Parameter
-from minipar.parallel.grad_norm import scaled_to
+from minipar.parallel.grad_norm import scale_down
 from minipar.parallel.placement import ParameterShard, Shard, placement_of
 
 BITS = 32  # Each of the two integers that stand for a square has as many.
@@ -48,7 +48,7 @@ def clip_exact_norm(
         if isinstance(over_tp, Shard) or over_tp.rank == 0:
             gradients.append(p.grad)
     total = exact_square_sum(gradients, axes)
-    return scaled_to(max_norm, parameters, math.sqrt(total))
+    return scale_down(parameters, max_norm, math.sqrt(total))
 
 
 def exact_square_sum(gradients: Iterable[Array], axes: Iterable[Communicator]) -> float:

@@ -15,6 +15,7 @@ from minipar.comm.algorithms import (
     chunks,
     pairwise_all_gather,
     pairwise_all_to_all,
+    scratch,
 )
 from minipar.comm.transport import Link, Steps
 
@@ -23,7 +24,7 @@ def tree_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
     """Set out = chunk r of ((x_0 + x_1) + (x_2 + x_3)) + ..., a balanced tree, at the ring's cost."""
     p = link.size
     size = out.size
-    received = np.empty(p * size, x.dtype)
+    received = scratch((p * size,), x.dtype)
     yield from pairwise_all_to_all(link, x, received, chunk_bounds(x.size, p), bounds_of([size] * p))
     rows = received.reshape(p, size)
     distance = 1

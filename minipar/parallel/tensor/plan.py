@@ -116,6 +116,9 @@ class TensorParallel(Owner):
     def after_step(self) -> None:
         self.is_summed = False
 
+    def forget_gradients(self) -> None:
+        self.is_summed = False
+
     def sum_partial(self, parameters: Sequence[Parameter]) -> None:
         """Sum those gradients of these parameters of which each rank has a term, each in place.
 

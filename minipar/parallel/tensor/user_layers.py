@@ -1,7 +1,5 @@
 """Parallel layers for a user's own model: made from sizes, and without sequence parallelism."""
 
-from typing import Any
-
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
@@ -22,18 +20,31 @@ EQUAL = "each tensor-parallel rank has as many"
 
 
 class ColumnParallelLinear(ColumnLinear):
-    """A ColumnLinear for a user's own model. `options` are Linear's: bias, transposed, seed, dtype, std.
+    """A ColumnLinear for a user's own model. The arguments after `groups` are Linear's.
 
     `groups` equal stretches of columns are split one by one, as q, k and v. UsageError if t does
     not divide a stretch, and for an operation over the columns of the result, such as a softmax.
     """
 
     def __init__(
-        self, n_in: int, n_out: int, comm: Communicator, *, name: str, groups: int = 1, **options: Any
+        self,
+        n_in: int,
+        n_out: int,
+        comm: Communicator,
+        *,
+        name: str,
+        groups: int = 1,
+        bias: bool = True,
+        transposed: bool = False,
+        seed: int = 0,
+        dtype: str = "float32",
+        std: float = 0.02,
     ) -> None:
         group = TensorGroup(comm)
         check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * group.size, EQUAL)
-        layer = Linear(n_in, n_out, name=name, **options)
+        layer = Linear(
+            n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std
+        )
         dim = 0 if layer.transposed else 1
         shard_parameter(layer.weight, Shard(group.rank, group.size, dim, n_out, groups))
         if layer.bias is not None:
@@ -46,25 +57,49 @@ class ColumnParallelLinear(ColumnLinear):
 
 
 class RowParallelLinear(RowLinear):
-    """A RowLinear for a user's own model. `options` are Linear's: bias, transposed, seed, dtype, std.
+    """A RowLinear for a user's own model. The arguments after `name` are Linear's.
 
     UsageError if t does not divide n_in.
     """
 
-    def __init__(self, n_in: int, n_out: int, comm: Communicator, *, name: str, **options: Any) -> None:
+    def __init__(
+        self,
+        n_in: int,
+        n_out: int,
+        comm: Communicator,
+        *,
+        name: str,
+        bias: bool = True,
+        transposed: bool = False,
+        seed: int = 0,
+        dtype: str = "float32",
+        std: float = 0.02,
+    ) -> None:
         group = TensorGroup(comm)
         check_divides(f"{name}: n_in/tp", n_in, group.size, EQUAL)
-        layer = Linear(n_in, n_out, name=name, **options)
+        layer = Linear(
+            n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std
+        )
         dim = 1 if layer.transposed else 0
         shard_parameter(layer.weight, Shard(group.rank, group.size, dim, n_in))
         super().__init__(layer, Border(group))
 
 
 class VocabParallelEmbedding(VocabEmbedding):
-    """A VocabEmbedding for a user's own model. `options` are Embedding's: seed, dtype, std."""
+    """A VocabEmbedding for a user's own model. The arguments after `name` are Embedding's."""
 
-    def __init__(self, count: int, dim: int, comm: Communicator, *, name: str, **options: Any) -> None:
+    def __init__(
+        self,
+        count: int,
+        dim: int,
+        comm: Communicator,
+        *,
+        name: str,
+        seed: int = 0,
+        dtype: str = "float32",
+        std: float = 0.02,
+    ) -> None:
         group = TensorGroup(comm)
-        layer = Embedding(count, dim, name=name, **options)
+        layer = Embedding(count, dim, name=name, seed=seed, dtype=dtype, std=std)
         shard_parameter(layer.weight, Shard(group.rank, group.size, 0, count))
         super().__init__(layer, Border(group))
