@@ -247,7 +247,8 @@ def forward_backward(layers, x, targets):
 
 # %% [markdown]
 # Backward is written by hand, so it is checked: a small step in a random direction must change the loss as the gradient
-# says. (Section 0.10 makes backward from the forward alone.)
+# says. (Section 0.10 writes a backward for each operation, and
+# puts these together.)
 
 # %% tags=["one-file"]
 # Is the backward right? A small step in a random direction must change the loss as the gradient says.
@@ -340,7 +341,8 @@ def exchange(leaving, arriving, comm):
 # Every rank has an array, and all need the sum. Each of the $p$ ranks cuts its array into $p$ chunks. The sum of chunk
 # $c$ begins on rank $c+1$ and travels around the ring to rank $c$. Each rank on the way adds its part. That is a
 # *reduce-scatter*: rank $r$ has chunk $r$ of the sum. In $p-1$ more steps the finished chunks travel around the ring,
-# an *all-gather*. Each rank sends $2\frac{p-1}{p}$ of the array. No algorithm sends less in total (chapter 3).
+# an *all-gather*. Each rank sends $2\frac{p-1}{p}$ of the array. No algorithm in which only
+# ranks add sends less in total (chapter 3).
 #
 # ![Four ranks in a ring send one chunk per round](../visualize/gallery/ring_all_reduce.gif)
 #
@@ -480,7 +482,7 @@ for _ in range(STEPS):
     losses.append(world.allreduce(loss))
 held = f"{adam.mean.nbytes + adam.square.nbytes:,} bytes of AdamW"
 prove("ZeRO 1", losses, zero, judge.parameters, 2 * (p - 1) * Psi, "2(p-1)/p x 8 Psi", held)
-assert np.array_equal(zero.parameters, data_parallel), "ZeRO 1 has not the bits of data parallelism"
+assert np.array_equal(zero.parameters, data_parallel), "ZeRO 1 does not have the bits of data parallelism"
 
 # %% [markdown]
 # ## 0.7 Tensor parallelism

@@ -326,8 +326,8 @@ say(f"{2 * t} query heads in {t} groups over {t} ranks = one device, with the gr
 #
 # `PLAN` is the library's table for GPT-2. Beside dim and groups it names the class that replaces the serial layer.
 # Llama and Mixtral, a Llama with experts (chapter 12), whose matrices are (out, in), bring tables of their own
-# (`more/llama.py`). Where several of their layers read one input ($q$, $k$, $v$; `gate_proj`, `up_proj`), the block
-# calls `enter` once for all of them, and they do not cross the border.
+# (`more/llama.py`, `more/experts/mixtral.py`). Where several of their layers read one input ($q$, $k$, $v$;
+# `gate_proj`, `up_proj`), the block calls `enter` once for all of them, and they do not cross the border.
 #
 # `tensor_parallel(model, comm)` goes through the table. It replaces serial layers by parallel ones, and leaves each
 # rank its part of *the very values* that the serial model has. (Initial weights are keyed by name, never by rank, so a
@@ -606,8 +606,9 @@ def after_attention(p, keep, v, rows):
     return y.transpose(0, 2, 1, 3).reshape(B, T, -1) @ rows
 
 
-parts = (np.split(x, t, axis=1)[rank] for x in (probabilities, whole, values))
-summed = all_reduce(after_attention(*parts, np.split(weight, t)[rank]))
+own_p, own_keep, own_v = [np.split(x, t, axis=1)[rank] for x in (probabilities, whole, values)]
+own_rows = np.split(weight, t)[rank]
+summed = all_reduce(after_attention(own_p, own_keep, own_v, own_rows))
 worst = relative_difference(summed, after_attention(probabilities, whole, values, weight))
 assert worst < 1e-12
 say(f"with dropout 0.3 on the probabilities the sum is one device's, within {worst:.1e}")

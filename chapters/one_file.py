@@ -350,13 +350,14 @@ for _ in range(STEPS):
     losses.append(world.allreduce(loss))
 held = f"{adam.mean.nbytes + adam.square.nbytes:,} bytes of AdamW"
 prove("ZeRO 1", losses, zero, judge.parameters, 2 * (p - 1) * Psi, "2(p-1)/p x 8 Psi", held)
-assert np.array_equal(zero.parameters, data_parallel), "ZeRO 1 has not the bits of data parallelism"
+assert np.array_equal(zero.parameters, data_parallel), "ZeRO 1 does not have the bits of data parallelism"
 
 # ---- 6. Tensor parallelism -------------------------------------------------------------------------------------------
 # All ranks have all samples, and each has a part of every block's matrices. Cut W1 by columns: a rank computes some
 # columns of a, and tanh works on each element alone. Cut W2 by rows: a rank's a W2 is one term of the result, and one
 # sum adds the terms (Megatron-LM calls it g). In backward it is the gradient of x whose terms are added (f). Where one
-# of the two sums in forward, the other sums in backward: f and g are conjugate. NB: attention is cut so too, by heads.
+# of the two sums in forward, the other sums in backward: f and g are conjugate. Attention is cut in the same way, by
+# heads.
 
 
 class SplitBlock(Block):

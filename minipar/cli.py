@@ -19,14 +19,14 @@ class UsageParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
         self.prints = prints
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag, _, _ = unknown[0].partition("=")
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
             question = f"; did you mean {near[0]}?" if near else ""
             raise UsageError(f"unrecognized arguments: {flag}{question}")
-        return found
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)

@@ -51,7 +51,12 @@ def test_nine_ranks_get_one_line():
 # Each with a number of ranks, the line and the wrong one, and what the program says.
 MISTAKES = {
     "a wrong derivative": (1, "(1 - a * a)  # (N, 4h): ", "(1 - a)  # (N, 4h): ", "not the slope of the loss"),
-    "a ring that ends early": (3, "range(1, comm.size)", "range(1, comm.size - 1)", "all_reduce is not MPI's"),
+    "a ring that ends early": (
+        3,
+        "range(1, comm.size):\n        leaving = chunks[(comm.rank - step) %",
+        "range(1, comm.size - 1):\n        leaving = chunks[(comm.rank - step) %",
+        "all_reduce is not MPI's",
+    ),
     "the mean of means": (3, "hot) / N", "hot) / len(targets) / round(N / len(targets))", "data parallelism: this"),
     "a wrong scale": (2, "hot) / N", "hot) / len(targets)", "data parallelism: this"),
     "no all-gather in ZeRO": (2, "    all_gather(zero.parameters)\n", "", "ZeRO 1: this"),
@@ -65,7 +70,7 @@ MISTAKES = {
     "no f": (2, "all_reduce(dz @ w1.T, self.comm)", "dz @ w1.T", "tensor parallelism: this"),
     "no g": (2, "all_reduce(a @ w2, self.comm)", "a @ w2", "tensor parallelism: this"),
     "a stale activation": (2, "kept.pop(i)", "kept.pop(max(kept))", "pipeline, GPipe: this"),
-    "a forward too many": (2, "p - 1 - r, p - r", "p - r, p - r", "keeps 3 microbatches"),
+    "a forward too many": (2, "p - 1 - r, p - r", "p - r, p - r", "microbatches with 1F1B, and not"),
     "no sum over dp": (3, "    reduce_scatter(model.gradient, dp)\n", "", "dp 3, tp 1, pp 1: this"),
     "a rank that fails": (3, "(sends)\n", "(sends)\n    assert r != 1, 'one fails'\n", "one fails"),
 }

@@ -300,7 +300,7 @@ def test_wrong_sizes_end_every_rank_with_an_error(p, algorithm):
 
 
 def test_an_array_that_is_not_contiguous_is_rejected():
-    with pytest.raises(ValueError, match="copy"):
+    with pytest.raises(ValueError):
         run_local(2, lambda comm: comm.all_reduce(np.zeros((3, 4)).T))
 
 

@@ -208,6 +208,16 @@ def test_a_message_needs_a_rank_that_exists(peer):
     run_local(2, program)
 
 
+def test_messages_are_received_by_their_tags():
+    def program(comm):
+        received = [comm.irecv(np.zeros(1), 0, tag) for tag in (65535, 0)]
+        for tag in (0, 65535):
+            comm.isend(np.array([float(tag)]), 0, tag)
+        return [work.wait().item() for work in received]
+
+    assert run_local(1, program) == [[65535.0, 0.0]]
+
+
 def test_in_a_notebook_an_error_has_the_users_line(monkeypatch):
     """It is raised as it is, with its traceback; a script prints one line and ends with code 2."""
 

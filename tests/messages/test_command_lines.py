@@ -4,7 +4,7 @@ import re
 
 import pytest
 from launcher import run_each
-from refusals import check_message, refused
+from refusals import check_message, refused, shown
 
 from minipar import generate
 from minipar.bench.__main__ import bench
@@ -30,7 +30,7 @@ TRAIN = {  # the flags, on how many ranks, and what the line shows
     "--resume nowhere": (1, "nowhere", "--save"),
     "--dp 4 --zero-stage 3 --zero-replicas 3": (4, "3", "4"),
     "--zero-stage 1 --sync-every-microbatch": (1, "--zero-stage", "1", "--sync-every-microbatch"),
-    "--cp 2 --dropout 0.1": (2, "dropout 0.1", "2 ranks"),
+    "--cp 2 --dropout 0.1": (2, "0.1", "2"),
     "--tp 2 --sequence-parallel --seq-len 7": (2, "7/2"),
     "--tp 3": (3, "heads/tp", "4/3"),
     "--reduction tree --microbatches 3": (1, "--reduction", "tree", "3"),
@@ -72,6 +72,15 @@ def answer(capsys, monkeypatch):
     return run
 
 
+# Without these a command asks for them first.
+NEEDED = {
+    "plan": "--model gpt2 --gpu h100 --gpus 1 --global-batch 1 --seq-len 8",
+    "generate": "--from nowhere",
+    "compare": "a b",
+    "visualize schedule": "--schedule 1f1b --out x.png",
+}
+
+
 @pytest.mark.parametrize("command", ["train", "plan", "generate", "compare", "bench step", "visualize schedule"])
 def test_a_misspelt_flag_of_any_command_is_refused(command, answer):
     """Each flag with its last letter doubled, or without it: a flag is never abbreviated."""
@@ -80,20 +89,24 @@ def test_a_misspelt_flag_of_any_command_is_refused(command, answer):
     assert code == 0 and "--help" in flags
     for flag in flags:
         for misspelt in (f"{flag}{flag[-1]}", flag[:-1]):
-            code, out, _ = answer(f"{command} {misspelt} x")
-            assert code == 2 or misspelt in flags
-            assert out == ""
+            code, out, line = answer(f"{command} {NEEDED.get(command, '')} {misspelt} x")
+            assert misspelt in flags or (code, out) == (2, "") and shown(line, misspelt), line
 
 
 @pytest.mark.parametrize(
     ("words", "meant"),
-    [("train --zero_stage 1", "--zero_stage"), ("train --layer 2", "--layer"), ("bench stp", "step"),
+    [("train --zero_stage 1", "--zero-stage"), ("train --layer 2", "--layers"), ("bench stp", "step"),
      ("visualize schedul", "schedule")],
 )  # fmt: skip
-def test_the_line_shows_what_is_not_known(words, meant, answer):
+def test_an_unknown_word_is_answered_with_the_one_that_was_meant(words, meant, answer):
     code, out, line = answer(words)
     assert (code, out) == (2, "")
     check_message(line, meant)
+
+
+def test_what_resembles_no_flag_is_answered_with_none(answer):
+    code, out, line = answer("train --nonsense 1")
+    assert (code, out) == (2, "") and re.findall(r"--[\w-]+", line) == ["--nonsense"]
 
 
 ON_TWO_RANKS = {

@@ -110,7 +110,7 @@ def test_dropout_is_the_identity_at_p_0_and_outside_of_dropping():
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 4)])
 def test_a_wrong_number_of_keys_is_an_error(shape):
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError):
         mask(shape, name="drop")
 
 

@@ -6,7 +6,7 @@ from training import MLP, bits, clip, whole_state
 
 import minipar as mp
 from minipar.comm import run_local
-from minipar.nn import AdamW, Linear, Module, Parameter
+from minipar.nn import SGD, AdamW, Linear, Module, Parameter
 from minipar.nn.module import Segment
 from minipar.parallel.wrap import shard
 
@@ -175,6 +175,19 @@ def test_what_a_script_does_beside_a_step_changes_no_bit(stage):
     assert trained(2, stage, sets_none) == want
     assert trained(2, stage, fails_first, Fails) == want
     assert trained(2, stage, plain, Judged) == want
+
+
+def test_values_that_replace_a_parameters_are_trained_at_stage_0():
+    def rank(comm):
+        ddp = shard(MLP(), comm, 0)
+        optimizer = SGD(ddp.parameters(), lr=0.0)
+        plain(ddp, optimizer, *points(comm.rank))
+        last = ddp.model.parameters()[-1]
+        last.data = np.full(last.shape, 7.0)
+        plain(ddp, optimizer, *points(comm.rank))
+        return whole_state(ddp)
+
+    assert run_local(2, rank)[0]["second.bias"] == [7.0]
 
 
 @pytest.mark.parametrize("nested", [False, True])

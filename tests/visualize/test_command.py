@@ -67,7 +67,7 @@ def test_another_file_is_one_line_and_exit_code_2(write, tmp_path, capsys, comma
         (["--out", "{file}/x.png"], ["{file}/x.png"]),
         (["--out", "x.png", "--steps", "3"], ["--steps", "'3'"]),
         ([], ["--out", "--json"]),
-        (["--out", "x.png", "--stps", "3:"], ["--stps"]),
+        (["--out", "x.png", "--stps", "3:"], ["--stps", "--steps"]),
     ],
 )
 def test_wrong_flags_are_one_line_and_exit_code_2(write, capsys, arguments, values):

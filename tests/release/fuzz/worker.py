@@ -142,7 +142,7 @@ def write_files(files: dict[str, bytes | str]) -> None:
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[io.TextIOWrapper]:
-    """Replace standard output for a case, strict as a terminal's is about characters that UTF-8 does not have."""
+    """Replace standard output for a case, strict as a terminal's is."""
     saved = sys.stdout
     sys.stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict", write_through=True)
     try:
