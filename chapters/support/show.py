@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 OUT = Path("out")
 WIDTH = 100  # columns
 RULE = "-" * WIDTH
@@ -74,11 +75,24 @@ def show_source(*objects: Callable[..., Any] | type) -> None:
         source = inspect.getsource(thing).rstrip()
         text = f"# {thing.__module__}.{thing.__qualname__}\n{source}"
         if in_notebook():
-            from IPython.display import display
-
-            display({"text/html": source_html(text), "text/plain": text}, raw=True)
+            _display_source(text)
         else:
             print(f"{RULE}\n{text}\n{RULE}")
+
+
+def show_file(path: str) -> None:
+    """Show the text of a file of the project in a notebook; a script prints its path alone."""
+    print_headings()
+    if in_notebook():
+        _display_source(f"# {path}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}")
+    else:
+        print(f"file: {path}")
+
+
+def _display_source(text: str) -> None:
+    from IPython.display import display
+
+    display({"text/html": source_html(text), "text/plain": text}, raw=True)
 
 
 def source_html(text: str) -> str:
