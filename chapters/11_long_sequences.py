@@ -19,12 +19,12 @@
 # at work for 53 % of the time; another order of the same tokens makes it 100 %. At the end you can write both halves
 # with their backward passes, and say from how many tokens per device on the messages cost no time.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
 import numpy as np
 
 from chapters.support.show import printer
@@ -36,8 +36,11 @@ say = printer(rank)  # rank 0 prints and draws; every rank checks
 say(f"{c} rank{'s' if c > 1 else ''}")
 if rank == 0:
     from chapters.support.ch11 import animate_ring, figures
-    from chapters.support.show import show, show_source
+    from chapters.support.overview import draw_strategies
+    from chapters.support.show import show, show_file, show_source
 
+# %%
+if rank == 0:
     show(figures.plot_mask(8), "11_mask")
 
 # %% [markdown]
@@ -51,14 +54,12 @@ if rank == 0:
 
 # %%
 if rank == 0:
-    from chapters.support.overview import draw_strategies
-
     show(draw_strategies(["cp"]), "11_here")
 
 # %% [markdown]
 # ## 11.1 The online softmax
 #
-# *Core, 12 minutes.*
+# *Core, 9 minutes.*
 #
 # A token has $h$ elements in $a$ heads. In one head a query $q_i$ has the scores $s_{ij} = q_i \cdot k_j / \sqrt{h/a}$
 # with the keys $j \le i$. Its output is the mean of the values, weighted by the softmax of the scores:
@@ -137,10 +138,11 @@ say("merged from 2, 4 and 96 parts, in any order: the softmax over all keys, to 
 # %% [markdown]
 # The last assertion is worth a second look. With the *final* $\lambda$ each probability is one exponential,
 # $p_{ij} = e^{s_{ij} - \lambda_i}$. Backward will use that.
-#
+
+# %% [markdown]
 # ### The kernels' form
 #
-# *Core, 4 minutes.*
+# *Deeper, 4 minutes.*
 #
 # Papers and kernels keep three quantities in the place of $(o, \lambda)$: the running maximum $\mu$, the running sum
 # $\ell = \sum_j e^{s_j - \mu}$, and the *unnormalized* output $\tilde o = \sum_j e^{s_j - \mu} v_j$. A new block may
@@ -187,7 +189,8 @@ if rank == 0:
 # and the unnormalized output of the first four are scaled down (middle). What both forms agree on, $\lambda$ and
 # $\tilde o / \ell$ (left and right), ends at the value of all keys. This chapter keeps $(o, \lambda)$: it is easier to
 # send.
-#
+
+# %% [markdown]
 # ## 11.2 Forward in blocks
 #
 # *Core, 5 minutes.*
@@ -231,7 +234,7 @@ say(f"T = {T}, {a} heads of queries, {a_kv} of keys: in blocks of 1, 5, {chunk} 
 # %% [markdown]
 # ## 11.3 Backward from the log-sum-exp
 #
-# *Core, 10 minutes.*
+# *Core, 7 minutes.*
 #
 # Let $\mathrm{d}x$ be the gradient of the loss with respect to $x$. From $o_i = \sum_j p_{ij} v_j$ follow
 #
@@ -312,10 +315,11 @@ comm.barrier()
 # do: blockwise attention saves memory, and half of the products (the skipped blocks), but it is no cheaper kind of
 # attention. On a GPU it is also faster, for another reason: a block stays in the fast memory next to the arithmetic
 # units, and the table never travels through main memory.
-#
+
+# %% [markdown]
 # ## 11.5 Tokens over ranks: the ring
 #
-# *Core, 20 minutes.*
+# *Core, 14 minutes.*
 #
 # Now cut the sequence itself. Each of $c$ ranks holds all parameters, and $T/c$ tokens of *every* sample. Embedding,
 # norms, MLP, residual stream and loss work on each token alone: a rank does them for its own tokens, and all of their
@@ -473,7 +477,7 @@ say(f"each rank sent {sent:,} bytes = (6c - 4) u h_kv values of 8 bytes")
 # %% [markdown]
 # ## 11.6 Half of the ranks idle, and zig-zag
 #
-# *Core, 10 minutes.*
+# *Core, 7 minutes.*
 #
 # Both orders are right. Which is fast? Count the scores that a rank computes in each step. The ring moves in lock-step:
 # who has finished waits for the keys of a neighbour who has not. So each step takes as long as its busiest rank, and
@@ -542,10 +546,11 @@ if rank == 0:
 # Another authors' measurement, the README of `ring-flash-attention` (8 H800 GPUs, forward and backward): 61.5 % of one
 # device's rate in contiguous order, 85.9 % in zig-zag. The fraction for $c = 8$ is 53 %. It counts products alone; a
 # measured rate has everything else in it as well.
-#
+
+# %% [markdown]
 # ## 11.7 Two rivals: all-gather and Ulysses
 #
-# *Core, 12 minutes.*
+# *Core, 8 minutes.*
 #
 # **All-gather** (Llama 3, arXiv 2407.21783). Before attention every rank gathers all keys and values, and then attends
 # without further messages. In backward it gathers them again, computes terms of the gradients of *all* keys and values,
@@ -620,8 +625,11 @@ say(f"Ulysses = one device, bit for bit; each rank sent {sent:,} bytes = 4 (h + 
 # Forward sends $q, k, v$ and then $o$, backward their gradients: $4(h + h_{kv})$ elements per token, of which each rank
 # keeps $1/c$. Inside, attention is that of one device, with its bits and its blocks, and the mask is always balanced.
 # The price: $c$ must divide the heads, of keys and values too (or these are replicated).
-#
+
+# %% [markdown]
 # ### The crossover
+#
+# *Deeper, 4 minutes.*
 #
 # | | elements sent per layer and own token | messages, one after the other |
 # | --- | --- | --- |
@@ -656,7 +664,8 @@ if rank == 0:
 # on. For Llama 3 405B (128 heads, 8 of keys) it would from $c = 11$ on, and with 8 heads of keys $c$ can be at
 # most 8: there the ring always sends less. The all-gather always sends a little less than the ring: it saves the hop
 # home.
-#
+
+# %% [markdown]
 # ### What is hidden
 #
 # *Deeper, 5 minutes.*
@@ -680,10 +689,11 @@ for name, (beta, tokens) in HIDDEN.items():
 # The hidden size has cancelled, as the batch did for tensor parallelism (chapter 6), and so has $c$. So the ring is
 # made for *very* long sequences, over slow links: with 2,000 tokens per rank InfiniBand is enough at $a/a_{kv} = 8$.
 # Ulysses has nothing to hide behind: its all-to-alls stand before and after attention. It wants fast links, as tp does.
-#
+
+# %% [markdown]
 # ## 11.8 Positions, targets and the mean
 #
-# *Core, 6 minutes.*
+# *Core, 5 minutes.*
 #
 # Three things are easy to get wrong once the chunks of a sequence are scattered.
 #
@@ -725,7 +735,7 @@ say(f"a layer with rotary positions over {c} ranks = one device: the loss, and t
 # %% [markdown]
 # ## 11.9 Mistakes, and what notices them
 #
-# *Core, 8 minutes.*
+# *Deeper, 8 minutes.*
 #
 # Four mistakes that frameworks have shipped, planted in the layer above:
 #
@@ -795,7 +805,8 @@ assert list(caught.values()) == [set(), *(ANSWERS if c > 1 else [set()] * 4)]
 # In a deep model all of them are quieter than here: the residual stream and the MLPs learn around a broken attention.
 # One device finds each in the first step. [The museum](../docs/museum.md) plants the four in the library itself, with
 # the threads that reported them (exhibits 21 to 24): there no loss of 20 steps is off by more than 0.3 %.
-#
+
+# %% [markdown]
 # ## 11.10 The library's version
 #
 # *Deeper, 15 minutes.*
@@ -894,7 +905,8 @@ for cp in (k for k in range(2, c + 1) if c % k == 0):
 
 # %% [markdown]
 # On the command line: `--cp 4 --context-parallel ring`, `all-gather` or `ulysses`.
-#
+
+# %% [markdown]
 # ## 11.11 PyTorch's names
 #
 # *Deeper, 2 minutes.*
@@ -909,11 +921,16 @@ for cp in (k for k in range(2, c + 1) if c % k == 0):
 # | `--context-parallel ulysses` | | `--cp-comm-type a2a`; DeepSpeed's `DistributedAttention` |
 # | zig-zag | its load balancer, "head-tail" | always on |
 #
-# The same in PyTorch: `chapters/pytorch/ch11.py`.
-#
+# The same in PyTorch: [chapters/pytorch/ch11.py](pytorch/ch11.py).
+
+# %%
+if rank == 0:
+    show_file("chapters/pytorch/ch11.py")
+
+# %% [markdown]
 # ## 11.12 What to choose when
 #
-# *Core, 8 minutes.*
+# *Core, 5 minutes.*
 #
 # Blockwise attention costs one more product in backward and saves the table: use it. The rest is a question of what is
 # too large. Per token a layer keeps about $34h$ bytes in 16 bit without the table of scores (Korthikanti et al. 2022;
@@ -953,7 +970,7 @@ if rank == 0:
 # batch of 4 million tokens has only 4 samples of a million, so dp ends at 4. Cutting samples along their tokens is then
 # the way to use more devices.
 #
-# The planner of chapter 10 knows the axis: its memory, its bytes, and the time that hides behind the products. Ask it:
+# The planner of chapter 10 knows the axis. Ask it:
 #
 #     python -m minipar.plan --model llama-3-8b --gpus 64 --gpu h100 --global-batch 32 --seq-len 131072 \
 #         --attention flash --precision bf16
@@ -967,9 +984,10 @@ if rank == 0:
 # | 131,072 | 4 | 16 (all-gather) | 1 | none | 73 GB | 51.7 s |
 # | 1,048,576 | 2 | 8 (ring) | 4 | full | 54 GB | 466 s |
 #
-# Replicas become ranks of cp: up to 131,072 tokens each rank keeps 8,192 of them, and nothing is recomputed. (Fewer
-# per rank the planner tries only where `--cp` says so.) A million tokens need tp, cp and recomputation.
-#
+# Replicas become ranks of cp: up to 131,072 tokens each rank keeps 8,192 of them, and nothing is recomputed. A
+# million tokens need tp, cp and recomputation.
+
+# %% [markdown]
 # ## 11.13 Problems
 #
 # *Deeper, 30 minutes.*
@@ -991,7 +1009,8 @@ if rank == 0:
 #
 # 6. Could forward send $q$ and the running $(o, \lambda)$ around, while keys and values stay? What would a rank send
 # per step, and when is that less?
-#
+
+# %% [markdown]
 # ## 11.14 Answers
 #
 # *Deeper, 10 minutes.*

@@ -20,12 +20,12 @@
 # at first the experts contribute less than 0.2 % of its square. At the end of this chapter you can write the router,
 # the exchange and both backward passes, count their bytes, and say which instrument finds such a mistake.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
 import numpy as np
 
 from chapters.support.show import printer
@@ -37,8 +37,11 @@ say = printer(rank)  # rank 0 prints and draws; every rank checks
 say(f"{P} rank{'s' if P > 1 else ''}")
 if rank == 0:
     from chapters.support.ch12 import figures
-    from chapters.support.show import show, show_source
+    from chapters.support.overview import draw_strategies
+    from chapters.support.show import show, show_file, show_source
 
+# %%
+if rank == 0:
     table = np.random.default_rng(33)
     choices = [np.argsort(table.random((4, 6)), axis=1)[:, :2] for _ in range(3)]  # of 3 ranks: 2 experts for a token
     show(figures.plot_dispatch(choices, 6), "12_dispatch")
@@ -53,14 +56,12 @@ if rank == 0:
 
 # %%
 if rank == 0:
-    from chapters.support.overview import draw_strategies
-
     show(draw_strategies(["ep"]), "12_here")
 
 # %% [markdown]
 # ## 12.1 Parameters without operations
 #
-# *Core, 6 minutes.*
+# *Core, 5 minutes.*
 #
 # A larger model is better, and costs more: a token takes two operations per parameter in forward, and four in backward
 # (chapter 2). In a mixture of experts the two are no longer the same number. Mixtral 8x7B (Jiang et al. 2024, arXiv
@@ -110,10 +111,11 @@ assert round(16 * has / 1e9) == 747 and round(16 * (has - in_experts) / 1e9) == 
 # billion; its authors found it as good as Llama 2 70B. But the memory is that of 46.7 billion. For training, with 16
 # bytes per parameter (chapter 5), that is 747 GB, of which everything but the experts takes 26. **So experts are what
 # must be divided.** And they are easy to divide: an expert is a whole MLP, which needs nothing from the others.
-#
+
+# %% [markdown]
 # ## 12.2 The router, and what has no gradient
 #
-# *Core, 12 minutes.*
+# *Core, 10 minutes.*
 #
 # The router is one matrix. It gives each token $E$ logits $z$, and a softmax makes them probabilities $p$. The token
 # goes to the $k$ most probable experts, and its result is the weighted sum of theirs. Mixtral's weights are the
@@ -204,10 +206,11 @@ if rank == 0:
 # ordinary slope. So the router learns *how much* to use the experts that it has chosen, never *whether to choose*
 # another one. (And with $k = 1$ it learns nothing here: problem 2.) An expert that is chosen more learns more, and is
 # chosen more still. 12.7 is about that.
-#
+
+# %% [markdown]
 # ## 12.3 Dispatch
 #
-# *Core, 12 minutes.*
+# *Core, 10 minutes.*
 #
 # An expert is Mixtral's: $\text{down}(\text{silu}(\text{gate}(x)) \cdot \text{up}(x))$, with $\text{silu}(g) = g\,
 # \sigma(g)$. The simplest layer is a loop over the tokens: it runs the $k$ experts of each, on one row.
@@ -315,10 +318,11 @@ say(f"rows of each expert: {np.bincount(chosen.reshape(-1), minlength=E).tolist(
 # Nothing is padded and nothing is dropped, whatever the experts' shares. GPU kernels for these products of unequal
 # length are called *grouped GEMM*, or block-sparse in MegaBlocks (Gale et al. 2022, arXiv 2211.15841). An expert
 # without rows has a gradient of zeros. Keep that in mind for 12.6.
-#
+
+# %% [markdown]
 # ## 12.4 Expert parallelism
 #
-# *Core, 15 minutes.*
+# *Core, 9 minutes.*
 #
 # Now divide the experts: rank $j$ of the $P$ ranks of the axis *ep* holds the experts $jE/P$ to $(j+1)E/P - 1$.
 # Everything else it holds whole, and it has tokens of its own: to attention, to the norms and to the loss, ep is data
@@ -420,8 +424,11 @@ if rank == 0:
 # many as ranks of data and context parallelism (dp x cp). Both kinds are divided by the same global count of tokens.
 # **[Exercise 18](exercises/e18_expert_gradients.py)** asks for both sums and for the norm of all:
 # `make exercises PYTEST="-k e18"`.
-#
+
+# %% [markdown]
 # ### Bytes
+#
+# *Core, 5 minutes.*
 #
 # Let $n_{rj}$ be the rows that rank $r$ sends to the experts of rank $j$. Rank $r$ keeps the rows for its own experts
 # and sends the others: $h \sum_{j \neq r} n_{rj}$ elements in dispatch, and $h \sum_{j \neq r} n_{jr}$ in combine, the
@@ -454,7 +461,8 @@ say(f"with even routing {comm.traffic.bytes():,} bytes = 4 k N h (P-1)/P values 
 
 # %% [markdown]
 # In the picture (of rows alone) the ranks differ: each sends what its router and those of the others ask for.
-#
+
+# %% [markdown]
 # ### The library's version
 #
 # *Deeper, 8 minutes.*
@@ -526,7 +534,7 @@ for ep in (p for p in range(2, P + 1) if P % p == 0):
 # %% [markdown]
 # ## 12.5 What an all-to-all costs
 #
-# *Core, 8 minutes.*
+# *Deeper, 6 minutes.*
 #
 # Let each of $P$ ranks have an array of $n$ elements. An all-to-all sends each element at most once; a ring all-reduce
 # sends chunks that are added up on their way, twice around:
@@ -619,10 +627,11 @@ for (link, speed), expected in EXPECTED.items():
 # Mixtral's experts are large. DeepSeek-V3's (arXiv 2412.19437) have 2048 inner columns, and each token goes to 8 of
 # 256: over InfiniBand the messages would take 2.6 times as long as the products. Its authors send each row to at most 4
 # hosts, and overlap one microbatch's messages with another one's products (DualPipe).
-#
+
+# %% [markdown]
 # ## 12.6 Why everybody gets it wrong
 #
-# *Core, 10 minutes.*
+# *Core, 8 minutes.*
 #
 # Expert parallelism has two kinds of parameters, with different ranks to sum over. Each loop over parameters must know
 # that: the sum of gradients, the norm, weight decay, tensor parallelism. Four mistakes that frameworks have shipped:
@@ -708,10 +717,11 @@ say(f"experts have {of_parameters:.0%} of the parameters, and at first {share:.1
 # %% [markdown]
 # Nearly all of a model's parameters may have a wrong gradient, and no printed value says so.
 # [The museum](../docs/museum.md) plants three of the four in the library itself, each by one line (exhibits 26 to 28).
-#
+
+# %% [markdown]
 # ## 12.7 Balance
 #
-# *Core, 12 minutes.*
+# *Core, 10 minutes.*
 #
 # A router that is left alone becomes lopsided: an expert that is chosen more learns more, and the choice has no
 # gradient that would stop it (12.2). On one device that costs nothing. With ep the layer is as slow as the rank with
@@ -731,7 +741,7 @@ say(f"experts have {of_parameters:.0%} of the parameters, and at first {share:.1
 #
 # $$b_i \leftarrow b_i + \rho\, \operatorname{sign}(\text{mean load} - \text{load}_i).$$
 #
-# The weights of the results are made of $p$ without $b$, so no second term pulls at the loss.
+# The results' weights have no $b$, so no second term pulls at the loss.
 
 
 # %%
@@ -810,14 +820,14 @@ if rank == 0:
 # Left alone, one expert of the last layer gets every token. A token has $k = 2$ rows, so this expert has half of the
 # rows: $E/k = 4$ times the mean, the most that is possible. A second and a third expert share most of the other half,
 # and three of eight are idle. They learn nothing. On 8 ranks with one expert each the layer would take four times as
-# long as it should. Both remedies hold most / mean below 2. (What is printed is a mean over 20 steps, what stands above
-# the picture one over 50.)
+# long as it should. Both remedies hold most / mean below 2.
 #
-# Look at the loss as well: it is *lowest* for the lopsided one. After 200 steps of a tiny model a few experts are
+# The loss is *lowest* for the lopsided one. After 200 steps of a tiny model a few experts are
 # enough, and each of them has seen more tokens than eight balanced ones have. The auxiliary loss costs more than the
-# bias, because it moves the router against the loss. Published results agree on this order. They do not agree that
-# imbalance is harmless: a large model, trained for long, needs the experts that this one leaves idle.
-#
+# bias, because it moves the router against the loss. A large model, trained for long, needs the experts that
+# this one leaves idle.
+
+# %% [markdown]
 # ## 12.8 Capacity, or dropping tokens
 #
 # *Deeper, 12 minutes.*
@@ -887,7 +897,8 @@ assert changed
 # So the number of ranks, and of microbatches, becomes part of the model, as batch statistics once were: that many ranks
 # equal one device cannot be proved, because it is not so. Dropless layers (MegaBlocks, Mixtral, and ours so far) have
 # none of this: they compute what was asked, and pay with sizes that only the router knows.
-#
+
+# %% [markdown]
 # ## 12.9 The planner's answer
 #
 # *Deeper, 5 minutes.*
@@ -924,7 +935,8 @@ comm.barrier()
 #
 #     python -m minipar.plan --model mixtral-8x7b --gpus 64 --gpu h100 --global-batch 1024 --seq-len 4096 \
 #         --precision bf16 --attention flash
-#
+
+# %% [markdown]
 # ## 12.10 Names elsewhere
 #
 # *Deeper, 2 minutes.*
@@ -943,8 +955,13 @@ comm.barrier()
 # DeepSpeed-MoE (Rajbhandari et al. 2022, arXiv 2201.05596) and GShard (Lepikhin et al. 2020, arXiv 2006.16668) send
 # padded arrays of a fixed capacity.
 #
-# The same in PyTorch: `chapters/pytorch/ch12.py`.
-#
+# The same in PyTorch: [chapters/pytorch/ch12.py](pytorch/ch12.py).
+
+# %%
+if rank == 0:
+    show_file("chapters/pytorch/ch12.py")
+
+# %% [markdown]
 # ## 12.11 Problems
 #
 # *Deeper, 30 minutes.*
@@ -967,7 +984,8 @@ comm.barrier()
 # is the remedy?
 #
 # 6. Two microbatches of $N$ tokens, or one of $2N$: which of ep, ZeRO stage 3 and plain dp sends as much in both cases?
-#
+
+# %% [markdown]
 # ## 12.12 Answers
 #
 # *Deeper, 10 minutes.*

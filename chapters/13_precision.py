@@ -18,21 +18,29 @@
 # and its loss in bf16 is that of float32, 3.48. With one array left out it is 3.63. No value is infinite, no gradient
 # is wrong, and no error is raised. Here is the reason, with one weight:
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
 import ml_dtypes
 import numpy as np
 
+from chapters.support.ch13 import train
+from chapters.support.predict import predict, reveal
 from chapters.support.show import printer
-from minipar.comm import world
+from minipar.comm import chunk_bounds, world
 
 comm = world()
 rank, P = comm.rank, comm.size  # this rank, and the number of ranks
 say = printer(rank)  # rank 0 prints and draws; every rank checks
+if rank == 0:
+    from chapters.support.ch13 import figures
+    from chapters.support.overview import draw_strategies
+    from chapters.support.show import show, show_file, show_source
+
+# %%
 bf16 = np.dtype(ml_dtypes.bfloat16)  # NumPy has no bf16 of its own
 update = 2**-9
 steps = 24
@@ -46,9 +54,6 @@ for i in range(1, steps + 1):
         curve.append(float(value))
 say(f"after {steps} updates of 2^-9: {curves['bf16'][-1]:.4f} in bf16, {curves['bf16, with an fp32 master'][-1]:.4f}")
 if rank == 0:
-    from chapters.support.ch13 import figures
-    from chapters.support.show import show, show_source
-
     show(figures.plot_weight(curves, 2**-9, 2**-8), "13_weight")
 
 # %% [markdown]
@@ -70,8 +75,6 @@ if rank == 0:
 
 # %%
 if rank == 0:
-    from chapters.support.overview import draw_strategies
-
     show(draw_strategies(["one"]), "13_here")
 
 # %% [markdown]
@@ -120,10 +123,11 @@ assert limits(8, 7)[3] == 2**-8 and limits(5, 10)[3] == 2**-11 and limits(5, 10)
 # bf16 reaches as far as fp32 and knows 8 bits (7, and the leading 1). fp16 knows 11, but ends at 65,504 and begins at
 # $2^{-24}$, about $6 \cdot 10^{-8}$. Each of the two has one of our troubles: bf16 loses small *differences* (13.2 and
 # 13.5), fp16 loses small *values* (13.4).
-#
+
+# %% [markdown]
 # ### A cast in three lines
 #
-# *Deeper, 5 minutes.*
+# *Core, 5 minutes.*
 #
 # A bf16 value is the upper half of an fp32 one. Cutting the lower half off would round towards zero. To round to the
 # nearest, add half of what is cut off, $2^{15}$, and then cut. A value in the middle between two neighbours must go to
@@ -162,7 +166,8 @@ say("the cast = ml_dtypes': all 65,536 patterns, five values above each, and a m
 # %% [markdown]
 # The library uses the package ml_dtypes, as we did above. Its casts are torch's to the bit, which
 # `tests/reference/test_precision.py` checks.
-#
+
+# %% [markdown]
 # ## 13.2 An update that is too small
 #
 # *Core, 6 minutes.*
@@ -186,6 +191,8 @@ assert np.abs(np.array(curves["bf16, with an fp32 master"]) - curves["exact"]).m
 
 # %% [markdown]
 # ### AdamW with masters
+#
+# *Core, 5 minutes.*
 #
 # Here is the whole optimizer step. Of its five arrays `weight` has 2 bytes, and so may have the gradient it is given:
 
@@ -267,10 +274,11 @@ if rank == 0:
 # Stochastic rounding saves 4 bytes per parameter and is used where
 # hardware supports it. Its noise grows with each step, and the result depends on random bits, which a proof "bit for
 # bit" would have to key as chapter 2 keys dropout. Masters are the standard.
-#
+
+# %% [markdown]
 # ## 13.3 Bytes per parameter
 #
-# *Deeper, 6 minutes.*
+# *Core, 6 minutes.*
 #
 # In fp32 a run holds 16 bytes of model state per parameter: parameter and gradient 4 bytes each, and two moments of 4.
 # In bf16 parameters have 2 bytes, and activations too. Gradients of several microbatches are added up, and a sum in
@@ -279,15 +287,12 @@ if rank == 0:
 # **Predict**: how many bytes of model state per parameter does such a run in bf16 hold?
 
 # %%
-from chapters.support.predict import predict, reveal
-
 predict("bytes of model state per parameter", ...)  # replace the dots by a number
 
 # %% [markdown]
 # The ledger of chapter 5 says what a run really holds. Here a small GPT trains over our ranks at each ZeRO stage:
 
 # %%
-from chapters.support.ch13 import train
 from chapters.support.training import step_layout
 from minipar.comm import DeviceMesh
 from minipar.memory import MemoryLedger
@@ -335,7 +340,8 @@ for stage in range(4):
 # have gradients in bf16. Some frameworks add up in fp32 and sum over ranks in bf16 (13.5): then plain data parallelism
 # has the gradient in both, 20 bytes. The ledger and the formula are equal at every moment of a step. As a command line:
 # `--dtype bfloat16 --memory out/memory.json`.
-#
+
+# %% [markdown]
 # ## 13.4 Gradients that vanish
 #
 # *Core, 8 minutes.*
@@ -375,7 +381,8 @@ if rank == 0:
 # vanish; to its right they become infinite (such points are not drawn). Our small run needs no scale, as $2^0$ is just
 # inside; the run with 2 million tokens would learn nothing. bf16 has fp32's range and needs no scale, and that is why
 # it has taken over. In the window its error is 8 times that of fp16.
-#
+
+# %% [markdown]
 # ### A loop that finds the scale
 #
 # *Deeper, 12 minutes.*
@@ -392,7 +399,6 @@ if rank == 0:
 # for it, and that one overflows fp16 at the first scale.
 
 # %%
-from minipar.comm import chunk_bounds
 from minipar.more.precision import LossScale
 from minipar.train.scaled_trainer import ScaledTrainer
 
@@ -483,7 +489,8 @@ say(f"an overflow on rank {P - 1} in the second step: every rank skipped it, and
 # %% [markdown]
 # In bf16 there is no scale, and an infinity means that the training has diverged. The run stops with an error that
 # names step, rank and parameter.
-#
+
+# %% [markdown]
 # ## 13.5 The sum over ranks
 #
 # *Core, 8 minutes.*
@@ -552,7 +559,8 @@ for name, line in lines.items():
 # the even one. However many ones follow, the sum stays. The nearly equal terms end with an error of more than a half.
 # The gradients of samples have different signs, so their partial sums stay smaller. Their error grows with $p$ all the
 # same, and in fp32 it does not.
-#
+
+# %% [markdown]
 # ## 13.6 A run that trains on 96 ranks and fails on 384
 #
 # *Deeper, 8 minutes.*
@@ -620,7 +628,8 @@ if rank == 0:
 # divides by about $\sqrt p$ before the sum and by the rest after it, if the sum is fp16. In the library the question
 # does not arise: the loss is divided by the global count of tokens, and sums are fp32. bf16 has the range of fp32, so
 # there neither order overflows or vanishes.
-#
+
+# %% [markdown]
 # ## 13.7 Where the library rounds
 #
 # *Core, 4 minutes.*
@@ -645,7 +654,8 @@ if rank == 0:
 # beside the sum, and nothing is added to it again in the next step: an error of $2^{-8}$ per addition stays one of this
 # token in this step. A weight's lost update is lost in every step. Where $L$ is large and the stream grows, results of
 # late layers do lose bits. Megatron-LM has `--fp32-residual-connection` for that, which doubles the stream's bytes.
-#
+
+# %% [markdown]
 # ### One file, and equal bits
 #
 # *Deeper, 6 minutes.*
@@ -745,7 +755,8 @@ if rank == 0:
 # falls, because ever more weights stand still. *Not one* weight of a LayerNorm has moved: they begin at 1, where half
 # an ulp is $2^{-8}$ upwards and $2^{-9}$ downwards, and $\eta$ is at most about a quarter of that. (With masters some
 # copies are still 1, too. Their masters are not.) Nothing else shows it: the gradients are right, and so is their norm.
-#
+
+# %% [markdown]
 # ## 13.9 Eight bits
 #
 # *Deeper, 8 minutes.*
@@ -813,7 +824,8 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 # products are 8 bits, in forward and backward. The product adds up in fp32 and gives bf16. Masters, moments, sums over
 # ranks, norms, softmax, embedding and head stay as they were. Finer scales, one for each 128 values, are the next step
 # (DeepSeek-V3, arXiv 2412.19437). The library has no fp8.
-#
+
+# %% [markdown]
 # ## 13.10 Names elsewhere
 #
 # *Deeper, 2 minutes.*
@@ -835,8 +847,13 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 # parameters, gradients and optimizer in fp32 (16 bytes), and casts the inputs of products. `--dtype bfloat16` has bf16
 # weights, and fp32 masters.
 #
-# The same in PyTorch: `chapters/pytorch/ch13.py`.
-#
+# The same in PyTorch: [chapters/pytorch/ch13.py](pytorch/ch13.py).
+
+# %%
+if rank == 0:
+    show_file("chapters/pytorch/ch13.py")
+
+# %% [markdown]
 # ## 13.11 Problems
 #
 # *Deeper, 20 minutes.*
@@ -858,7 +875,8 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 #
 # 6. A matrix product over 4096 terms. What is the bound with partial sums in bf16, and what with partial sums in fp32,
 # if the result is rounded to bf16?
-#
+
+# %% [markdown]
 # ## 13.12 Answers
 #
 # *Deeper, 5 minutes.*

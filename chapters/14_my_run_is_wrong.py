@@ -17,12 +17,12 @@
 # Another run has a mistake: half of its gradients are four times too large. Its loss after 24 steps is right in all
 # four digits that a log prints. So a loss curve does not answer the question. The first steps do:
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
 from chapters.support.ch14 import layouts, patients
 from chapters.support.show import printer
 from minipar.comm import world
@@ -30,13 +30,15 @@ from minipar.comm import world
 comm = world()
 rank, P = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws
-EPSILON = {"float64": 2**-52, "float32": 2**-23, "bfloat16": 2**-8}
-LIMITS = {dtype: [min(1000 * eps * step, 0.01) for step in layouts.LOOKED_AT] for dtype, eps in EPSILON.items()}
-drift = {lr: layouts.recorded(lr) for lr in layouts.RATES}
 if rank == 0:
     from chapters.support.ch14 import figures
     from chapters.support.show import show
 
+# %%
+EPSILON = {"float64": 2**-52, "float32": 2**-23, "bfloat16": 2**-8}
+LIMITS = {dtype: [min(1000 * eps * step, 0.01) for step in layouts.LOOKED_AT] for dtype, eps in EPSILON.items()}
+drift = {lr: layouts.recorded(lr) for lr in layouts.RATES}
+if rank == 0:
     show(figures.plot_drift(drift, layouts.LOOKED_AT, LIMITS), "14_drift")
 
 # %% [markdown]
@@ -69,7 +71,8 @@ if rank == 0:
 # `python -m minipar.compare A B`. A record holds, for each step, the loss, the norm, and of each parameter's gradient
 # and update two values for each of up to 24 strips along each dim: the strip's norm, and its projection on a random
 # direction ([docs/compare.md](../docs/compare.md)).
-#
+
+# %% [markdown]
 # ## 14.1 Six runs, five of them broken
 #
 # *Core, 12 minutes.*
@@ -149,7 +152,8 @@ if rank == 0:
 # resume), those that need a past (`zero_grad`, optimizer state, the two copies of a tied matrix), and those that need a
 # rare event (clipping, an overflow, an expert without tokens). Record 20 steps to see them, with a warm-up of 10 and a
 # clipping that acts.
-#
+
+# %% [markdown]
 # ### From the symptom to the cause
 #
 # *Deeper, 5 minutes.*
@@ -199,7 +203,8 @@ if rank == 0:
 # Mistakes of one row do not look alike in the loss. Of the 31 mistakes of the museum the loss shows 9, the norm 25,
 # and a comparison of records 29. The other two change no value of the training, and a count of bytes or memory shows
 # them.
-#
+
+# %% [markdown]
 # ## 14.3 The judge: two precisions
 #
 # *Core, 5 minutes.*
@@ -237,11 +242,13 @@ if rank == 0:
 # 20 steps. Nobody needs to train the real model twice, because the mistakes of parallelism are in the program and not
 # in the size. (What depends on the size or on a kernel, such as an overflow or a faulty attention in bf16, needs the
 # real precision. Then compare with the tolerances of the next section.)
-#
+
+# %% [markdown]
 # ## 14.4 What drift is normal
 #
 # *Deeper, 15 minutes.*
-#
+
+# %% [markdown]
 # ### One sum
 #
 # A rounded operation has a relative error of at most $u$, the unit roundoff: half an epsilon, so $2^{-53}$, $2^{-24}$
@@ -290,7 +297,8 @@ if rank == 0:
 # their beginning, and a rounding is on average half of the largest one). So a gradient of a few thousand terms differs
 # by a few epsilons between layouts. A network of $L$ layers puts $L$ such errors on top of each other, again like a
 # random walk. That is step 1, and it is the same number of epsilons in every precision.
-#
+
+# %% [markdown]
 # ### From one step to the next
 #
 # Step 2 starts from weights that differ. How far? AdamW divides each gradient by its own size. Its first update is
@@ -371,7 +379,8 @@ if rank == 0:
 # So compare the first tens of steps, and begin a long run again from a checkpoint if you suspect its end. In bf16 a
 # factor of 2 is visible, a small wrong part of one layer is not. Look for mistakes of the program in float32 or
 # float64.
-#
+
+# %% [markdown]
 # ## 14.5 Eighteen layouts, and torchtitan's eighteen
 #
 # *Deeper, 10 minutes.*
@@ -574,7 +583,8 @@ elif rank == 0:
 #
 # Two traps. *Record before clipping*: `clip_grad_norm_` changes gradients in place. *Record after the sum over ranks*:
 # one rank's own gradient is not wrong, it is only not yet the gradient.
-#
+
+# %% [markdown]
 # ## 14.8 Problems
 #
 # *Deeper, 15 minutes.*
@@ -592,7 +602,8 @@ elif rank == 0:
 #
 # 5. torchtitan's `cp2` and `tp2` differ by $10^{-5}$ in step 1, and both from `single` by $1.5 \cdot 10^{-3}$. Name an
 # experiment of one step that tells whether this is rounding.
-#
+
+# %% [markdown]
 # ## 14.9 Answers
 #
 # *Deeper, 5 minutes.*
