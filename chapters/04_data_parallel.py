@@ -266,14 +266,14 @@ say(f"all ranks together sent {2 * Psi * (d - 1) * 8:,} = 2 Psi (d-1) * 8 bytes"
 gradients = [np.full(4, float(rank)) for _ in range(3)]
 completed = set()
 under_way = []  # the all-reduces that have left
-leaves = []
+leaves = []  # (a gradient, the one whose completion lets it leave)
 
 
 def complete(number):
     """Note that this gradient is complete, and start all that may leave now."""
     completed.add(number)
     while len(under_way) in completed:
-        leaves.append(f"gradient {len(under_way)} leaves when gradient {number} is complete")
+        leaves.append((len(under_way), number))
         under_way.append(comm.all_reduce(gradients[len(under_way)], algorithm="ordered", async_op=True))
 
 
@@ -281,8 +281,9 @@ for number in (0, 2, 1):  # backward
     complete(number)
 for work in under_way:
     assert (work.wait() == sum(range(d))).all()
-say("\n".join(leaves))
-assert [line[9] + line[-13] for line in leaves] == ["00", "11", "21"]
+for leaving, number in leaves:
+    say(f"gradient {leaving} leaves when gradient {number} is complete")
+assert leaves == [(0, 0), (1, 1), (2, 1)]
 
 # %% [markdown]
 # One all-reduce per parameter would pay the *latency* $\alpha$, the time of an empty message, $2(d-1)$ times for each.
@@ -423,9 +424,9 @@ if rank == 0:
     show_source(BackwardHooks.on_gradient)
 
 # %% [markdown]
-# `send` is `ddp.reduce`, which starts the all-reduce of a bucket's flat array, in place. Before that `bucket.complete()`
-# folds the ties and writes the zeros. `synchronize`, which every stage of ZeRO has too, waits for the all-reduces. All
-# of it is in `minipar/parallel/ddp.py` and `buckets.py`.
+# `send` is `ddp.reduce`, which starts the all-reduce of a bucket's flat array, in place. Before that
+# `bucket.complete()` folds the ties and writes the zeros. `synchronize`, which every stage of ZeRO has too, waits for
+# the all-reduces. All of it is in `minipar/parallel/ddp.py` and `buckets.py`.
 #
 # Two details. Arrays that $d$ does not divide have uneven chunks. They fall differently in many small buckets than in a
 # large one, so the bytes of one rank may vary by a few elements with the size of the buckets; those of all ranks
@@ -464,9 +465,8 @@ if rank == 0:
     assert abs(exposed - watch.all_reduce_seconds(watch.ELEMENTS, 8)) < 1e-12
     hidden = (naive.seconds - overlapped.seconds) / exposed
     assert [round(s * 1e3, 3) for s in (naive.seconds, exposed, overlapped.seconds)] == [1.155, 0.400, 0.830]
-    assert (
-        overlapped.buckets == 7 and round(hidden, 2) == 0.81 and round(watch.bucket_shares(128 * 1024)[-1], 2) == 0.09
-    )
+    assert overlapped.buckets == 7 and round(hidden, 2) == 0.81
+    assert round(watch.bucket_shares(128 * 1024)[-1], 2) == 0.09
     say(f"naive {naive.seconds * 1e3:.3f} ms, of which the all-reduce {exposed * 1e3:.3f} ms")
     say(f"{overlapped.buckets} buckets: {overlapped.seconds * 1e3:.3f} ms")
     reveal("share of the all-reduce that 7 buckets hide", round(hidden, 2), say)
@@ -517,8 +517,8 @@ if rank == 0:
 # naive form.
 #
 # **A rule.** The last bucket leaves when backward ends, so the time of its bytes, $2\frac{d-1}{d}\frac{n\beta}{k}$, is
-# exposed. As long as the wire is busy, the latency of all buckets, $2(d-1)\,k\,\alpha$, delays this last one. The sum of
-# the two is least where both are equal:
+# exposed. As long as the wire is busy, the latency of all buckets, $2(d-1)\,k\,\alpha$, delays this last one. The sum
+# of the two is least where both are equal:
 #
 # $$ k = \sqrt{\frac{n\,\beta}{d\,\alpha}} \text{ buckets, whatever the model computes.} $$
 #
@@ -527,29 +527,29 @@ if rank == 0:
 
 
 # %%
-def step_of(bucket_bytes, network):
-    """Return the number of buckets, and the seconds of a step with overlap."""
-    shares = watch.bucket_shares(bucket_bytes)
+def step_of(shares, network):
+    """Return the seconds of a step. shares: the part of all gradients that each bucket has, in order of backward."""
     now = wire = watch.COMPUTATION / 3  # forward
     for share in shares:
         now += share * watch.COMPUTATION * 2 / 3  # backward
         wire = max(wire, now) + watch.all_reduce_seconds(round(share * watch.ELEMENTS), 8, network)
-    return len(shares), wire
+    return wire
 
 
 if rank == 0:
-    assert all(abs(step_of(step.bucket_bytes, watch.NETWORK)[1] - step.seconds) < 1e-12 for step in steps)
+    tried = [watch.bucket_shares(step.bucket_bytes) for step in steps]
+    for shares, step in zip(tried, steps, strict=True):
+        assert abs(step_of(shares, watch.NETWORK) - step.seconds) < 1e-12
     longer = []
+    say("alpha (us)   GB/s   buckets: the rule, nearest tried, best   a step is longer than the best by")
     for alpha, speed in ((1e-6, 4e9), (4e-6, 4e9), (0.25e-6, 4e9), (1e-6, 8e9), (1e-6, 2e9)):
         k = math.sqrt(4 * watch.ELEMENTS / speed / (8 * alpha))
-        tried = [step_of(step.bucket_bytes, Network(alpha, 1 / speed)) for step in steps]
-        ours = min(tried, key=lambda step: abs(math.log(step[0] / k)))  # the number nearest to the rule's
-        best = min(tried, key=lambda step: step[1])
-        longer.append(ours[1] / best[1] - 1)
-        say(
-            f"alpha {alpha * 1e6:4} us, {speed / 1e9:.0f} GB/s: the rule says {k:4.1f} buckets, best of those tried "
-            f"{best[0]:2}; a step with {ours[0]:2} is {longer[-1]:.1%} longer"
-        )
+        network = Network(alpha, 1 / speed)
+        nearest = min(tried, key=lambda shares: abs(math.log(len(shares) / k)))
+        best = min(tried, key=lambda shares: step_of(shares, network))
+        longer.append(step_of(nearest, network) / step_of(best, network) - 1)
+        numbers = f"{k:17.1f} {len(nearest):13} {len(best):5}"
+        say(f"{alpha * 1e6:10} {speed / 1e9:6.0f} {numbers} {longer[-1]:35.1%}")
     assert round(max(longer), 3) == 0.070
 
 # %% [markdown]
@@ -905,8 +905,8 @@ if d > 1:  # with one rank there is nothing to forget
 # **Mistake 5 would be right with plain SGD.** Let $G_r$ be the gradient of rank $r$'s own mean and all ranks have
 # equally many tokens. For an update $-\eta\,G_r$, which is linear in the gradient, averaging the updated weights gives
 # the same as one update with the averaged gradient. It is wrong as soon as gradients are clipped, because each rank
-# then clips by the norm of its own gradient. And AdamW is not linear: it divides by a root, and the mean of quotients is
-# not the quotient of means. Replicas agree, the bytes are right, the loss falls; only the comparison with one device
+# then clips by the norm of its own gradient. And AdamW is not linear: it divides by a root, and the mean of quotients
+# is not the quotient of means. Replicas agree, the bytes are right, the loss falls; only the comparison with one device
 # objects.
 #
 # [DiLoCo](more/diloco.ipynb) makes an algorithm of mistake 5: the ranks talk once in $H$ steps, and send $1/H$ of the
@@ -984,9 +984,10 @@ latency = 2 * 63 * 10e-6  # of one bucket
 wire = 2 * 63 / 64 * 6e9 / 25e9  # of all bytes
 in_buckets = math.ceil(6e9 / (25 * 2**20)) * latency
 at_most = int(0.05 * wire / latency)
+assert round(math.sqrt(6e9 / 25e9 / (64 * 10e-6))) == 19
 assert [round(1e3 * value, 2) for value in (wire, latency, in_buckets)] == [472.5, 1.26, 288.54] and at_most == 18
 say(f"2. bytes {wire * 1e3:.1f} ms; latency {latency * 1e3:.2f} ms, or {in_buckets * 1e3:.1f} ms in 25 MiB buckets;")
-say(f"   at most {at_most} equal buckets, of {6e9 / at_most / 1e6:.0f} MB each")
+say(f"   at most {at_most} equal buckets, of {6e9 / at_most / 1e6:.0f} MB each; the rule of 4.4 says 19")
 
 mean = (200 + 84) / (100 + 28)
 of_means = (200 / 100 + 84 / 28) / 2
