@@ -448,7 +448,8 @@ if rank == 0:
 # charged as each parameter's gradient is completed. First the naive step, then one with 7 buckets of about 128 KiB.
 #
 # **Predict**: the naive step waits 0.400 ms for its all-reduce. The last bucket holds 9 % of the bytes and can leave
-# only when backward ends. Which share of the 0.400 ms do the buckets hide?
+# only when backward ends; each bucket costs $2(d-1)\alpha = 14\,\mu s$ of latency. Which share of the 0.400 ms do the
+# buckets hide?
 
 # %%
 predict("share of the all-reduce that 7 buckets hide", ...)  # replace the dots by a value from 0 to 1
@@ -472,9 +473,9 @@ if rank == 0:
     reveal("share of the all-reduce that 7 buckets hide", round(hidden, 2), say)
 
 # %% [markdown]
-# A hatched piece is a rank that waits for a message which its sender has not sent yet. All ranks enter the naive
-# all-reduce together, but a rank's seven messages leave one after the other, so a rank waits until the first one for it
-# leaves. That too is the time of the wire.
+# A hatched piece says that the rank waits for messages which have not left their senders yet. All ranks enter the naive
+# all-reduce together, but the seven messages of a sender leave one after the other. So the hatched pieces are time of
+# the wire, too: no rank is late.
 #
 # One all-reduce after backward exposes 0.400 ms of 1.155 ms, which is $2(d-1)(\alpha + \beta n/d)$. With 7 buckets a
 # step takes 0.830 ms, and 81 % of the all-reduce is hidden: on the right most of it lies under backward. What sticks
