@@ -27,37 +27,88 @@
 # collectives as black boxes. Every strategy of this course sends with them, except pipelines and the ring of chapter
 # 11, which send to neighbours.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
+from functools import partial
+
 import numpy as np
 
+import minipar.more.tree.tree_collectives  # noqa: F401 adds the algorithm "tree"
+from chapters.support.caught import catcher
+from chapters.support.ch03 import watch
+from chapters.support.predict import predict, reveal
 from chapters.support.show import printer
-from minipar.comm import world
+from minipar.comm import ALGORITHMS, Network, chunk_bounds, run_local, wire_bytes, world
+from minipar.comm.algorithms import (
+    ordered_reduce_scatter,
+    recursive_doubling_all_reduce,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
+from minipar.comm.communicator import FEW_STEPS_BELOW
+from minipar.errors import CommunicationError
 
+if world().rank == 0:  # only one rank imports matplotlib: eight imports on two cores take seconds
+    from chapters.support.ch03 import figures
+    from chapters.support.overview import draw_strategies
+    from chapters.support.show import show, show_file, show_source
+
+# %%
 comm = world()  # a communicator: a group of ranks, seen from one of them. A rank is one process; think of one GPU
 p, rank = comm.size, comm.rank
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 say(f"{p} rank{'s' if p > 1 else ''}, started by {comm.transport.launcher}")
-if rank == 0:  # only one rank imports matplotlib: eight imports on two cores take seconds
-    from chapters.support.overview import draw_strategies
-    from chapters.support.show import show, show_source
-
+if rank == 0:
     show(draw_strategies(), "03_strategies")
 
 # %% [markdown]
 # The column "each device sends" is what this chapter builds. Data parallelism adds up gradients: an *all-reduce*. ZeRO
 # divides that into a *reduce-scatter* and an *all-gather*. Expert parallelism exchanges tokens: an *all-to-all*.
+
+# %% [markdown]
+# ## 3.1 Six collectives from two operations
 #
-# ## 3.1 Two operations
+# *Core, 6 minutes.*
 #
-# *Core, 4 minutes.*
+# Each rank brings an array, which is cut into *chunks*, one for each rank.
 #
-# A rank can start to send an array (`isend`) and start to receive one (`irecv`). Both return at once; what they return
-# can be waited for. Every algorithm of this chapter is made of these two. The commonest pattern has a name: start a
+# - **broadcast**: rank 0's array arrives on every rank. PyTorch's DDP sends its first weights with it.
+# - **reduce**: the sum of all arrays arrives on rank 0. It is the first half of a sum over a [tree](more/trees.ipynb).
+# - **all-reduce**: the sum arrives on every rank. Chapter 4 sums gradients with it, and chapter 6 activations.
+# - **reduce-scatter**: chunk $r$ of the sum arrives on rank $r$. ZeRO sums gradients with it (chapter 5).
+# - **all-gather**: each rank has one chunk, and all chunks arrive on every rank. ZeRO collects parameters with it.
+# - **all-to-all**: chunk $j$ of every rank arrives on rank $j$. It brings tokens to their experts (chapter 12).
+#
+# Write the arrays of all ranks as a matrix with one row for each rank. Then each collective is one line of NumPy. The
+# cell compares these lines with what the library's collectives leave on four ranks.
+
+# %%
+x = np.array([[1 << 4 * r + c for c in range(4)] for r in range(4)])  # one bit for rank r's chunk c: sums show them
+nothing = np.zeros_like(x)
+total = x.sum(axis=0)
+definitions = {  # what all ranks have before and after
+    "broadcast": (np.vstack([x[:1], nothing[1:]]), np.tile(x[0], (4, 1))),
+    "reduce": (x, np.vstack([total, nothing[1:]])),
+    "all-reduce": (x, np.tile(total, (4, 1))),
+    "reduce-scatter": (x, np.diag(total)),
+    "all-gather": (np.diag(x.diagonal()), np.tile(x.diagonal(), (4, 1))),
+    "all-to-all": (x, x.T),
+}
+if rank == 0:
+    for name, found in watch.six_collectives(x).items():
+        assert np.array_equal(found, definitions[name][1]), name
+    show(figures.draw_collectives(definitions), "03_collectives")
+
+# %% [markdown]
+# (MPI has more. A *gather* brings all chunks to one rank, and a *scatter* hands them out from there. A *barrier*
+# carries no data: it returns when every rank has called it.)
+#
+# All of these are made of two operations. A rank can start to send an array (`isend`) and start to receive one
+# (`irecv`). Both return at once, and what they return can be waited for. The commonest pattern has a name: start a
 # send, start a receive, and only then wait for both (MPI calls it *sendrecv*).
 
 
@@ -79,21 +130,21 @@ say("every rank has received its left neighbour's rank")
 # %% [markdown]
 # The library carries the bytes between processes (MPI) or between threads of one process (`run_local`). No algorithm
 # knows which of the two it runs on: both are a `Transport`, with the same `isend` and `irecv`.
-#
+
+# %% [markdown]
 # ## 3.2 A first all-reduce and its three faults
 #
 # *Core, 8 minutes.*
 #
 # Put the ranks in a ring. Each array travels once round the ring, and every rank adds up what passes by.
 #
-# **Predict**: the ranks add 10,000 random float32 values each. In how many of the 10,000 sums does the last rank differ
-# from rank 0?
+# **Predict**: an array has $n$ bytes. How many bytes does each of the $p$ ranks send? In which order does rank 0 add
+# the arrays of the ranks, and in which order does rank 1? So do all ranks get the same bits if the values are floats?
 
 
 # %%
-from chapters.support.predict import predict, reveal
-
-predict("sums of the last rank that differ from rank 0's", ...)  # replace the dots by a number
+predict("bytes that each rank sends, in multiples of n", ...)  # replace the dots by a number
+predict("all ranks get the same bits", ...)  # replace the dots by True or False
 
 
 # %%
@@ -127,9 +178,10 @@ everyone = [np.frombuffer(data, np.float32) for data in comm.all_gather_bytes(fl
 differing = [int((of_rank != everyone[0]).sum()) for of_rank in everyone]
 assert (max(differing) > 0) == (p >= 3)  # two ranks have one order only: a + b is b + a
 assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
-say(f"integers: the sum is right on {p} ranks; each sent {p - 1} messages of {integers.nbytes:,} bytes")
-reveal("sums of the last rank that differ from rank 0's", differing[-1], say)
-say(f"the same for each rank: {differing}")
+say(f"integers: the sum is right on {p} ranks")
+reveal("bytes that each rank sends, in multiples of n", p - 1, say)
+reveal("all ranks get the same bits", max(differing) == 0, say)
+say(f"of {n:,} sums of floats, those that differ from rank 0's, for each rank: {differing}")
 
 # %% [markdown]
 # The sum of integers is right, and the algorithm has three faults.
@@ -152,10 +204,6 @@ say(f"the same for each rank: {differing}")
 
 
 # %%
-from chapters.support.caught import catcher
-from minipar.comm import run_local
-from minipar.errors import CommunicationError
-
 caught = catcher(say)  # runs a check that must fail, and prints what it says
 
 
@@ -172,15 +220,11 @@ if rank == 0:
 #
 # *Core, 12 minutes.*
 #
-# Cut the array into $p$ **chunks**, one for each rank (when $p$ does not divide it, the first ones are longer by one
-# element).
-#
-# - **reduce-scatter**: chunk $r$ of the sum arrives on rank $r$.
-# - **all-gather**: every rank's chunk arrives on every rank.
-#
-# One after the other they are an **all-reduce**: the whole sum on every rank. In a ring each of the two takes $p-1$
-# steps, and in each step each rank sends one chunk, $n/p$ bytes, to its right. In the reduce-scatter a rank *adds* what
-# arrives to its own part of that chunk and sends the sum on. In the all-gather it *keeps* what arrives and sends it on.
+# A **reduce-scatter** and an **all-gather**, one after the other, are an **all-reduce**: chunk $r$ of the sum arrives
+# on rank $r$, and then all chunks arrive everywhere. (If $p$ does not divide the array, the first chunks are longer by
+# one element.) In a ring each of the two takes $p-1$ steps, and in each step each rank sends one chunk, $n/p$ bytes, to
+# its right. In the reduce-scatter a rank *adds* what arrives to its own part of that chunk and sends the sum on. In the
+# all-gather it *keeps* what arrives and sends it on.
 #
 # This is the animation on the first page: red blocks are *added* in the first three rounds and *kept* in the others.
 # [Exercise 1](exercises/e01_ring_reduce_scatter.py) asks for the reduce-scatter and
@@ -189,9 +233,6 @@ if rank == 0:
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-from minipar.comm import chunk_bounds, wire_bytes
-
-
 def ring_reduce_scatter_in_place(comm, x, after_step=lambda: None):
     """Leave chunk r of the sum in chunk r of x. The other chunks end with partial sums."""
     p, r = comm.size, comm.rank
@@ -237,11 +278,7 @@ say(f"the ring's sum is right on {p} ranks, with {2 * (p - 1)} messages and 2n(p
 # say whose contributions are in it. This is the memory of four ranks after each step:
 
 # %%
-from chapters.support.ch03 import watch
-
 if rank == 0:
-    from chapters.support.ch03 import figures
-
     titles = [f"{half} {step}" for half in ("reduce-scatter", "all-gather") for step in (1, 2, 3)]
     panels = watch.watch_blocks(4, ring, "at first", *titles)
     complete = panels[3][1] == 0b1111  # (rank, chunk)
@@ -252,7 +289,8 @@ if rank == 0:
 # Into each framed block went a message from the rank above it (into rank 0's from rank 3). Follow chunk 0: its sum
 # starts on rank 1, goes to rank 2 and rank 3, and is complete on rank 0. Then the complete chunk goes round once more.
 # After 3 steps rank $r$ has the whole sum of chunk $r$ and of no other; after 6 steps every rank has all of it.
-#
+
+# %% [markdown]
 # ### No algorithm sends less
 #
 # *Deeper, 4 minutes.*
@@ -266,21 +304,6 @@ if rank == 0:
 # compression, which gives up the exact sum, ranks send less; so they do where the network's switches add, as in
 # NVIDIA's SHARP.)
 
-# %%
-from minipar.comm.algorithms import (
-    ordered_reduce_scatter,
-    recursive_doubling_all_reduce,
-    ring_all_gather,
-    ring_reduce_scatter,
-)
-
-x = contribution(rank, n)
-ring(comm, x)
-assert np.array_equal(x, comm.all_reduce(contribution(rank, n), algorithm="ring"))
-say("our sum and the library's have the same bits")
-if rank == 0:
-    show_source(ring_reduce_scatter, ring_all_gather)
-
 # %% [markdown]
 # ### In the library
 #
@@ -291,7 +314,16 @@ if rank == 0:
 # adds three things: a reduce-scatter's input keeps its values, because the partial sums travel in scratch memory (of
 # the collectives, only `all_reduce` and `broadcast` overwrite their input, and `all_gather` fills its `out`); `combine`
 # may be a maximum instead of a sum; and the order in which a chunk is added up is a promise (section 3.5).
-#
+
+# %%
+x = contribution(rank, n)
+ring(comm, x)
+assert np.array_equal(x, comm.all_reduce(contribution(rank, n), algorithm="ring"))
+say("our sum and the library's have the same bits")
+if rank == 0:
+    show_source(ring_reduce_scatter, ring_all_gather)
+
+# %% [markdown]
 # ## 3.4 Fewer messages: recursive doubling and halving
 #
 # *Core, 8 minutes.*
@@ -370,32 +402,11 @@ if rank == 0:
 # In the picture, halving leaves rank $r$ with chunk $r$ of the sum, and each step exchanges half of the bytes of the
 # step before.
 #
-# ### Any number of ranks, and trees
-#
-# *Deeper, 6 minutes.*
-#
-# The library's version adds any number of ranks. Where $p$ is not a power of two, the extra ranks first hand their data
-# to a neighbour and wait for the result (`fold`, `unfold`). `virtual` is then a rank's number among the others.
-# `recursive_halving_all_reduce` is built in the same way.
-#
-# **Trees.** In a binary tree the leaves send their arrays up, each inner rank adds, and the sum comes back down:
-
-# %%
-if rank == 0:
-    show(figures.draw_tree(levels=3), "03_tree")
+# The library's version, shown above, takes any number of ranks. Where $p$ is not a power of two, each extra rank hands
+# its array to a neighbour (`fold`) and waits for the result (`unfold`). `virtual` is a rank's number among the others.
+# NCCL gets by with few steps in another way: [trees](more/trees.ipynb).
 
 # %% [markdown]
-# If whole arrays travel, this takes about $2\lg p\,(\alpha + n\beta)$. Here $\alpha$ is the time of an empty message
-# and $\beta$ that of a byte (3.7). Now cut the array into $k$ pieces. The first piece takes $2\lg p$ steps, and the
-# others follow one step apart. On links that send and receive at once that is about $(2\lg p + k)(\alpha +
-# \frac{n}{k}\beta)$: few steps *and* nearly $n\beta$. But an inner rank sends each piece three times, once up and twice
-# down, so $3n$ bytes, and a leaf only $n$. NCCL's tree is a pair of trees, each for half of the array. A leaf of one is
-# an inner rank of the other, so a rank sends at most $1.5n + 0.5n = 2n$ bytes, as in the ring, within a number of steps
-# that grows with $\lg p$. The library sends along a tree in `broadcast` only. (The `algorithm="tree"` that a file of
-# its own adds is another thing: it sends what `ordered` of 3.5 sends, and a chunk's owner adds in the pairs
-# $((a_0 + a_1) + (a_2 + a_3)) + \dots$: the bits of doubling with the bytes of the ring.
-# [6.6](06_tensor_parallel.ipynb) uses that order.)
-#
 # ### Hierarchical all-reduce
 #
 # *Core, 4 minutes.*
@@ -414,10 +425,11 @@ if rank == 0:
 # 2. An all-reduce between the ranks with the same place in their hosts. Only this phase leaves a host.
 # 3. An all-gather inside each host.
 #
-# Each of a host's $g$ ranks all-reduces $n/g$ bytes among $p/g$ hosts. Together they send $g \cdot 2\frac{n}{g}(1 -
-# g/p) = 2n(1 - g/p)$ bytes to other hosts, in $2(p/g - 1)$ steps. In a flat ring one rank of each host sends $2n(1 -
-# 1/p)$, in $2(p-1)$ steps. With many hosts the bytes are nearly the same; with two they are little more than half. What
-# is always gained is the number of steps on the slow network, and that each GPU can use a network card of its own.
+# What leaves a host? In phase 2 a rank all-reduces $n/g$ bytes among $p/g$ hosts, so it sends $2\frac{n}{g}(1 - g/p)$
+# bytes. A host has $g$ such ranks, which send $2n(1 - g/p)$ bytes in all, in $2(p/g - 1)$ steps. In a flat ring one
+# rank of each host sends to another host: $2n(1 - 1/p)$ bytes, in $2(p-1)$ steps. With many hosts the bytes are nearly
+# the same, and with two hosts little more than half. The number of steps on the slow network is always smaller, and
+# each GPU can use a network card of its own.
 #
 # **Its bits.** All ranks hold the same, because each chunk is summed once and then copied. But the sum is *nested*:
 # first inside each host, then over the hosts, as in $(a_0 + a_1) + (a_2 + a_3)$. These are not the bits of one device
@@ -426,15 +438,13 @@ if rank == 0:
 # `comm.split_into(groups, axis)` makes such groups. Every rank calls it, and gets two communicators: of its own group,
 # which are neighbours, and of the ranks that have the same place in theirs. `axis` is a name under which the messages
 # inside the groups are counted.
-#
+
+# %% [markdown]
 # ## 3.5 All-to-all, and the order of a sum
 #
 # *Core, 8 minutes.*
 #
-# In an **all-to-all** every rank has a different chunk for every other rank: chunk $j$ goes to rank $j$. Write the
-# chunks of all ranks as a matrix with one row for each rank: the operation transposes it. Each rank sends all but its
-# own chunk, $n(p-1)/p$ bytes. Expert parallelism sends each token to the rank that has its expert and back, with one
-# all-to-all each.
+# In an **all-to-all** every rank sends chunk $j$ to rank $j$: all chunks but its own, $n(p-1)/p$ bytes.
 #
 # The code below is the *pairwise* algorithm: at distance 1, 2, ..., $p-1$ each rank sends to the rank that far to its
 # right, and receives from the one that far to its left. No chunk passes through a third rank.
@@ -461,15 +471,8 @@ x = contribution(rank, 100 * p)
 assert np.array_equal(all_to_all(comm, x).ravel(), comm.all_to_all(x))
 assert np.array_equal(left_to_right(all_to_all(comm, x)), comm.reduce_scatter(x, algorithm="ordered"))
 say("reduce-scatter in rank order = an all-to-all and a sum from left to right: the library's bits")
-if rank == 0:
-    show_source(ordered_reduce_scatter)
 
 # %% [markdown]
-# The library's version starts all messages at once and waits only where it needs the next contribution. It sends as
-# many messages and bytes as the ring, but none of them depends on an earlier one. So ranks wait for one another once
-# instead of $p-1$ times. That counts where ranks share cores: a rank that waits gives its core to another, and comes
-# back when it is its turn again. The price is scratch memory for a second array.
-#
 # Now the claim about bits. The ring says that it adds up chunk $j$ in the order $j+1, j+2, \dots, j$ (modulo $p$). If
 # that is true, NumPy can repeat it and gets the same bits. `ordered` claims $0, 1, \dots, p-1$: the bits of one device
 # that accumulates. And every algorithm must leave the *same* bits on all ranks. In the ring each chunk is added up on
@@ -481,11 +484,11 @@ if rank == 0:
 #
 # $$\text{doubling: } ((a_0 + a_1) + (a_2 + a_3)) + ((a_4 + a_5) + (a_6 + a_7)), \qquad
 # \text{halving: } ((a_0 + a_4) + (a_2 + a_6)) + ((a_1 + a_5) + (a_3 + a_7)).$$
+#
+# `tree` sends what `ordered` sends, but each chunk's owner adds in the pairs of doubling: the bits of doubling with the
+# bytes of the ring. ([Chapter 6](06_tensor_parallel.ipynb) uses it.)
 
 # %%
-import minipar.more.tree.tree_collectives  # noqa: F401 adds the algorithm "tree"
-from minipar.comm import ALGORITHMS
-
 everybody = [contribution(r, n) for r in range(p)]
 expected = left_to_right(everybody)
 names = list(ALGORITHMS["all_reduce"])
@@ -526,7 +529,22 @@ if rank == 0:
 # training is that the replicas agree, and that a run can be repeated. A *proof* that two programs train equally needs
 # more: the same order in both. That is what `ordered` is for (`--reduction ordered` in the trainer, `python -m
 # minipar.train`).
+
+# %% [markdown]
+# ### In the library: all messages at once
 #
+# *Deeper, 2 minutes.*
+#
+# The library's `ordered` starts all messages at once and waits only where it needs the next contribution. It sends as
+# many messages and bytes as the ring, but none of them depends on an earlier one. So ranks wait for one another once
+# instead of $p-1$ times. That counts where ranks share cores: a rank that waits gives its core to another, and comes
+# back when it is its turn again. The price is scratch memory for a second array.
+
+# %%
+if rank == 0:
+    show_source(ordered_reduce_scatter)
+
+# %% [markdown]
 # ## 3.6 Every message is counted
 #
 # *Deeper, 3 minutes.*
@@ -550,10 +568,11 @@ if p > 1 and rank == 0:
 # With 8 ranks and 64,000 bytes a ring all-reduce sends 112,000 bytes per rank; a reduce-scatter, an all-gather and an
 # all-to-all send 56,000 each. A broadcast's bytes depend on the rank: the root of its binomial tree sends up to
 # $n \lg p$, a leaf sends nothing.
-#
+
+# %% [markdown]
 # ## 3.7 What it costs: latency and bandwidth
 #
-# *Core, 10 minutes.*
+# *Core, 8 minutes.*
 #
 # Say that a message of $n$ bytes takes $\alpha + \beta n$ (Thakur et al. 2005, section 3; they add $\gamma$ for each
 # byte added up, which we leave out). Then an all-reduce takes
@@ -569,8 +588,6 @@ if p > 1 and rank == 0:
 # with `==`.
 
 # %%
-from minipar.comm import Network
-
 ALPHA = 2.0**-16  # 15 microseconds per message
 BETA = 2.0**-30  # 1.07 GB/s
 network = Network(ALPHA, BETA)
@@ -603,10 +620,6 @@ if rank == 0:
 predict("the ring overtakes doubling at", ...)  # replace the dots by KiB
 
 # %%
-from functools import partial
-
-from minipar.comm.communicator import FEW_STEPS_BELOW
-
 if rank == 0:
     ranks = 16
     steps = 4
@@ -635,6 +648,11 @@ assert FEW_STEPS_BELOW == 256 * 1024
 # doubling is always better, and the denominators are zero.) Each mark is a run of the library's code on 16 simulated
 # ranks: halving overtakes doubling at 30 KiB and the ring overtakes it at 196 KiB. For 1 MiB the ring takes 2.29 ms,
 # doubling 3.97 ms and halving 1.95 ms.
+
+# %% [markdown]
+# ### Why rings all the same?
+#
+# *Deeper, 2 minutes.*
 #
 # On this model recursive halving beats the ring for every $p = 2^k$ above 2. Why are rings used all the same? The model
 # says that messages do not slow one another down. In a real network they do. In the first step of halving every rank
@@ -644,77 +662,41 @@ assert FEW_STEPS_BELOW == 256 * 1024
 # In this library `algorithm="auto"` takes recursive doubling for an all-reduce below 256 KiB, and `ordered` from there
 # on: as few bytes as the ring, and two rounds of waiting. On another machine another rule would be right, which is why
 # MPI and NCCL carry tables of measured thresholds. A caller who needs certain bits names the algorithm.
-#
-# ## 3.8 Against MPI's own
-#
-# *Deeper, 5 minutes.*
-#
-# Now real time. Ours and `MPI_Allreduce` take turns in the same run. For each batch we take the time of the slowest
-# rank; the table has the median of these. Times are printed and not asserted: they belong to the machine and the
-# moment.
-#
-# A time says little without the bandwidth it amounts to. nccl-tests defines two. **algbw** is the size of the array
-# divided by the time. But an all-reduce moves more than its array, and how much depends on $p$. **busbw**
-# $= \text{algbw}\cdot 2(p-1)/p$ is the rate at which each rank sends in the best algorithm, so it can be compared with
-# the hardware's, whatever $p$. For a reduce-scatter, an all-gather or an all-to-all the factor is $(p-1)/p$.
-#
-# NB: several ranks share two cores and one memory here, so busbw is the speed of copying and adding, not of a network.
-
-# %%
-if p > 1:
-    rows = watch.measure_all_reduce(comm, ("auto", "ring"), (1 << 10, 1 << 14, 1 << 18, 1 << 21), say)
-    if rank == 0:
-        from visualize import plot_bench
-
-        show(plot_bench(rows), "03_against_mpi")
 
 # %% [markdown]
-# In the left picture each curve has a dotted one of the same colour: MPI's own, measured in turns with it. A message
-# costs some microseconds of interpreter. Where there are more ranks than cores, as in this notebook, it also costs a
-# wait for a core, often of milliseconds, which hides the rest. So the number of rounds in which ranks wait for one
-# another decides: with `auto` $\lg p$ for small arrays and 2 for large ones, with the ring $2(p-1)$, also for
-# megabytes, where both send the same bytes. `python -m minipar.bench collectives` measures all operations at more
-# sizes.
+# ## 3.8 algbw and busbw
 #
+# *Deeper, 3 minutes.*
+#
+# A measured time says little without the bandwidth it amounts to. nccl-tests defines two. **algbw** is the size of the
+# array divided by the time. But an all-reduce moves more than its array, and how much depends on $p$. **busbw** $=
+# \text{algbw}\cdot 2(p-1)/p$ is the rate at which each rank sends in the best algorithm, so it can be compared with the
+# hardware's, whatever $p$. For a reduce-scatter, an all-gather or an all-to-all the factor is $(p-1)/p$.
+
+# %%
+for ranks in (2, 16, 128):
+    nbytes = 1 << 30
+    algbw = nbytes / FORMULAS["ring"](ranks, nbytes) / 1e9
+    busbw = algbw * 2 * (ranks - 1) / ranks
+    say(f"1 GiB, {ranks:3} ranks: algbw {algbw:.2f} GB/s, busbw {busbw:.2f} GB/s; a link has {1e-9 / BETA:.2f} GB/s")
+    assert 0.99 < busbw * 1e9 * BETA < 1
+
+# %% [markdown]
+# [Measured collectives](more/measured_collectives.ipynb) has the library's times on this machine beside MPI's own.
+
+# %% [markdown]
 # ## 3.9 Computing while it travels
 #
-# *Core, 8 minutes.*
+# *Core, 6 minutes.*
 #
-# `exchange` blocks until its messages are done. If a rank is to compute meanwhile, the algorithm must be able to stop
-# there and to continue later. In Python that is a *generator*: it starts messages, and yields those that must be done
-# before it can go on. Its caller decides how to wait. This is the ring's second half:
-
-
-# %%
-def ring_all_gather_steps(comm, x):
-    """Do as ring_all_gather_in_place does, but yield the messages of each step instead of waiting for them."""
-    p, r = comm.size, comm.rank
-    chunks = np.array_split(x, p)
-    for step in range(p - 1):
-        leaving = chunks[(r - step) % p]
-        missing = chunks[(r - 1 - step) % p]
-        yield comm.isend(leaving, (r + 1) % p), comm.irecv(missing, (r - 1) % p)
-
-
-x = contribution(rank, n)
-ring_reduce_scatter_in_place(comm, x)
-for requests in ring_all_gather_steps(comm, x):
-    # The messages of one step are on their way. Here the rank could compute.
-    for request in requests:
-        request.wait()
-assert np.array_equal(x, comm.all_reduce(contribution(rank, n), algorithm="ring"))
-say("the generator gives the ring's bits")
-
-# %% [markdown]
-# A generator can stop at each step, and that is how the library makes a collective asynchronous: with
-# `async_op=True` it starts the first messages and returns a `Work` at once, which keeps the generator. `work.wait()`
-# runs it to its end and gives the result. Operations of one communicator run in the order in which they were issued,
-# like kernels on a CUDA stream.
+# `exchange` blocks until its messages are done. With `async_op=True` a collective starts its first messages and returns
+# a `Work` at once. The rank computes, and later `work.wait()` runs the collective to its end and gives the result.
+# Operations of one communicator run in the order in which they were issued, like kernels on a CUDA stream.
 #
 # **Who moves the bytes while this rank computes?** On a GPU the copy engines and NCCL's kernels do. Here an operation
 # goes on only while its rank is inside *some* communication call. A ring that is issued and then ignored stands still
-# after its first step. (The model clock below leaves this out: there, messages travel by themselves, as on a GPU.)
-# `comm.progress()` is a call that only moves operations on; data parallelism makes it from its gradient hooks.
+# after its first step. `comm.progress()` is a call that only moves operations on; data parallelism makes it from its
+# gradient hooks. On the model clock messages travel by themselves, as on a GPU.
 #
 # What can be hidden? Take a backward pass of $L$ layers. Each takes $T_B$ and leaves a gradient whose all-reduce takes
 # $T_\text{ring}$. One after the other: $L(T_B + T_\text{ring})$. Asynchronously, an all-reduce travels while the layers
@@ -757,7 +739,41 @@ if rank == 0:
 # %% [markdown]
 # With 256 KiB per layer the overlap shortens the pass from 5.74 ms to 4.36 ms, and only the last layer's all-reduce
 # (0.46 ms) is exposed. With 1 MiB per layer communication is the bottleneck: 7.20 ms instead of 10.13 ms.
+
+# %% [markdown]
+# ### How an operation stops and goes on
 #
+# *Deeper, 4 minutes.*
+#
+# If a rank is to compute while an operation is under way, the algorithm must be able to stop and to continue later. In
+# Python that is a *generator*: it starts messages, and yields those that must be done before it can go on. Its caller
+# decides how to wait. This is the ring's second half:
+
+
+# %%
+def ring_all_gather_steps(comm, x):
+    """Do as ring_all_gather_in_place does, but yield the messages of each step instead of waiting for them."""
+    p, r = comm.size, comm.rank
+    chunks = np.array_split(x, p)
+    for step in range(p - 1):
+        leaving = chunks[(r - step) % p]
+        missing = chunks[(r - 1 - step) % p]
+        yield comm.isend(leaving, (r + 1) % p), comm.irecv(missing, (r - 1) % p)
+
+
+x = contribution(rank, n)
+ring_reduce_scatter_in_place(comm, x)
+for requests in ring_all_gather_steps(comm, x):
+    # The messages of one step are on their way. Here the rank could compute.
+    for request in requests:
+        request.wait()
+assert np.array_equal(x, comm.all_reduce(contribution(rank, n), algorithm="ring"))
+say("the generator gives the ring's bits")
+
+# %% [markdown]
+# The `Work` of an asynchronous collective keeps such a generator, and `wait` runs it to its end.
+
+# %% [markdown]
 # ## 3.10 Mistakes, and what catches them
 #
 # *Deeper, 8 minutes.*
@@ -861,6 +877,7 @@ if rank == 0:
 # | `broadcast(x, root)` | `broadcast(x, src)` | `ncclBroadcast` |
 # | `async_op=True`, `Work`, `work.wait()` | the same names | kernels on a CUDA stream |
 # | `algorithm="ring"` | | `NCCL_ALGO=Ring`, `Tree`, ... in the environment |
+# | `mpirun -n 8 python x.py` | `torchrun --nproc-per-node 8 x.py` | |
 # | `MINIPAR_TIMEOUT` | `init_process_group(timeout=...)` | |
 # | `python -m minipar.bench collectives` | | nccl-tests: `all_reduce_perf`, `alltoall_perf`, ... |
 #
@@ -868,8 +885,13 @@ if rank == 0:
 # longer. On CUDA, PyTorch's `work.wait()` makes the current *stream* wait and not the CPU. And NCCL does not document
 # in which order it adds; it may change with the number of ranks, the algorithm and the size.
 #
-# The same in PyTorch: `chapters/pytorch/ch03.py`.
-#
+# The same in PyTorch, a ring all-reduce in two processes: [chapters/pytorch/ch03.py](pytorch/ch03.py).
+
+# %%
+if rank == 0:
+    show_file("chapters/pytorch/ch03.py")
+
+# %% [markdown]
 # ## 3.12 Problems
 #
 # *Deeper, 40 minutes.*
@@ -898,7 +920,8 @@ if rank == 0:
 # mean can be divided by $p$ before the all-reduce or after it. When do both give the same bits? What can go wrong with
 # each in float16? (A float is a fraction times a power of two. In float16 the powers go from $2^{-14}$ to $2^{15}$, so
 # the largest value is 65,504; below $2^{-14}$ values lose digits and are called *subnormal*.)
-#
+
+# %% [markdown]
 # ## 3.13 Answers
 #
 # *Deeper, 10 minutes.*

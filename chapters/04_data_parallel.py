@@ -19,23 +19,42 @@
 # chapter you can write the program, say what it costs, and prove that it is right: it computes the bits of one device
 # that adds the same parts in the same order.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
-from chapters.support.show import printer
-from minipar.comm import world
+# %% tags=["setup"]
+import math
+from functools import partial
 
+import numpy as np
+
+import minipar as mp
+from chapters.support.ch04 import watch
+from chapters.support.ch04.sizes import by_size
+from chapters.support.instruments import same_bits, same_on_all_ranks
+from chapters.support.predict import predict, reveal
+from chapters.support.show import printer
+from chapters.support.whole_runs import relative_difference
+from minipar.comm import Network, chunk_bounds, wire_bytes, world
+from minipar.parallel.buckets import BackwardHooks
+from minipar.parallel.ddp import DistributedDataParallel
+from minipar.parallel.loss import global_mean_loss
+from minipar.train.data import Batches, load_tokens
+
+if world().rank == 0:
+    from chapters.support.ch04 import figures
+    from chapters.support.overview import draw_strategies
+    from chapters.support.show import show, show_file, show_source
+    from visualize import plot_timeline
+
+# %%
 comm = world()  # a rank is one process; think of one GPU
 rank, d = comm.rank, comm.size  # this rank, and the number of ranks
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 say(f"{d} rank{'s' if d > 1 else ''}")
 if rank == 0:
-    from chapters.support.ch04 import figures
-    from chapters.support.show import show, show_source
-
     completed = [("ln_f", 0.9, 0), ("h1.mlp", 3, 0), ("h1.attn", 2, 1), ("h0.mlp", 3, 1), ("h0.attn", 2, 2)]
     show(figures.draw_life_of_buckets([*completed, ("wte", 1.4, 2)], sending=[3.6, 4.4, 2.2]), "04_life_of_a_bucket")
 
@@ -47,8 +66,6 @@ if rank == 0:
 
 # %%
 if rank == 0:
-    from chapters.support.overview import draw_strategies
-
     show(draw_strategies(["dp"]), "04_here")
 
 # %% [markdown]
@@ -72,12 +89,6 @@ if rank == 0:
 # The text is the source of Python's standard library, one token per byte. The model is a GPT-2 of toy size, in float64.
 
 # %%
-import numpy as np
-
-import minipar as mp
-from chapters.support.whole_runs import relative_difference
-from minipar.train.data import Batches, load_tokens
-
 B, T = 2, 16
 N = B * T
 config = mp.GPTConfig(vocab_size=256, n_positions=T, n_embd=32, n_layer=2, n_head=4)
@@ -135,7 +146,8 @@ say(f"gradient of the whole batch = sum of {d} shards' gradients: {Psi:,} values
 # is `0.6`. So a fair reference must do the same products and the same sums. It is *one device that takes the shards one
 # after another and adds their gradients in rank order*, $((G_0 + G_1) + G_2) + \dots$, as gradient accumulation does.
 # Each $G_r$ is one flat array here, so that it can be added, or sent, as one.
-#
+
+# %% [markdown]
 # ## 4.2 Naive: one all-reduce after backward
 #
 # *Core, 8 minutes.*
@@ -155,16 +167,10 @@ say(f"gradient of the whole batch = sum of {d} shards' gradients: {Psi:,} values
 
 
 # %%
-from chapters.support.predict import predict, reveal
-
 predict("the chunk without a difference", ...)  # replace the dots by a number from 0 to d - 1
 
 
 # %%
-from chapters.support.instruments import same_bits, same_on_all_ranks
-from minipar.comm import chunk_bounds
-
-
 def left_to_right(arrays):
     """((a_0 + a_1) + a_2) + ...: one device that accumulates."""
     total = arrays[0].copy()
@@ -234,8 +240,6 @@ say("a replica's backward and one all-reduce: the gradients of one device, bit f
 # can be `==`.)
 
 # %%
-from minipar.comm import wire_bytes
-
 comm.traffic.reset()
 comm.all_reduce(G[rank].copy(), algorithm="ring")
 sent = comm.traffic.bytes("all_reduce")
@@ -247,12 +251,41 @@ say(f"all ranks together sent {2 * Psi * (d - 1) * 8:,} = 2 Psi (d-1) * 8 bytes"
 # %% [markdown]
 # ## 4.4 Overlap: communicate while backward still runs
 #
-# *Core, 12 minutes.*
+# *Core, 14 minutes.*
 #
 # The naive form leaves the wire idle during backward, and then the processor idle during the all-reduce. But backward
 # completes gradients one by one, from the last layer to the first. The last layer's could travel while the first
 # layer's are still being computed.
 #
+# Here is the idea on three plain arrays. Backward completes gradient 0, then 2, then 1, and calls `complete` each time.
+# With `async_op=True` an all-reduce only starts, so backward goes on, and the rank waits at the end. Collectives match
+# by order: the first that rank 0 starts is added to the first that rank 1 starts. So the gradients leave in the order
+# 0, 1, 2 on every rank, whatever the order in which they are completed: gradient 2 waits for gradient 1.
+
+# %%
+gradients = [np.full(4, float(rank)) for _ in range(3)]
+completed = set()
+under_way = []  # the all-reduces that have left
+leaves = []  # (a gradient, the one whose completion lets it leave)
+
+
+def complete(number):
+    """Note that this gradient is complete, and start all that may leave now."""
+    completed.add(number)
+    while len(under_way) in completed:
+        leaves.append((len(under_way), number))
+        under_way.append(comm.all_reduce(gradients[len(under_way)], algorithm="ordered", async_op=True))
+
+
+for number in (0, 2, 1):  # backward
+    complete(number)
+for work in under_way:
+    assert (work.wait() == sum(range(d))).all()
+for leaving, number in leaves:
+    say(f"gradient {leaving} leaves when gradient {number} is complete")
+assert leaves == [(0, 0), (1, 1), (2, 1)]
+
+# %% [markdown]
 # One all-reduce per parameter would pay the *latency* $\alpha$, the time of an empty message, $2(d-1)$ times for each.
 # PyTorch's DistributedDataParallel (Li et al. 2020, arXiv 2006.15704, section 3.2) therefore groups neighbouring
 # parameters into *buckets*:
@@ -262,10 +295,10 @@ say(f"all ranks together sent {2 * Psi * (d - 1) * 8:,} = 2 Psi (d-1) * 8 bytes"
 # 2. A **hook** on each parameter fires when its gradient is complete. The last one in a bucket starts that bucket's
 # all-reduce, asynchronously.
 #
-# 3. Buckets start **strictly in order**, even if a later one is complete first. Collectives match by order: if rank 0
-# started bucket 3 and rank 1 bucket 4, they would add up different parameters. If the buckets' lengths differ, minipar
-# reports it (chapter 3). Where lengths are not checked, a rank can wait for messages that no other rank sends: a hang.
-# If the lengths happen to be equal, nothing is reported and the sums are wrong.
+# 3. Buckets start **strictly in order**, even if a later one is complete first. If rank 0 started bucket 3 and rank 1
+# bucket 4, they would add up different parameters. If the buckets' lengths differ, minipar reports it (chapter 3).
+# Where lengths are not checked, a rank can wait for messages that no other rank sends: a hang. If the lengths happen to
+# be equal, nothing is reported and the sums are wrong.
 #
 # 4. When backward ends, `synchronize` waits for what is still under way.
 #
@@ -284,9 +317,6 @@ say(f"all ranks together sent {2 * Psi * (d - 1) * 8:,} = 2 Psi (d-1) * 8 bytes"
 
 
 # %%
-from functools import partial
-
-
 def cut(parameters, elements):
     """Group parameters in reverse order into buckets of `elements` or more."""
     buckets = [[]]
@@ -323,6 +353,11 @@ def backward_with_buckets(model, elements):
     return log
 
 
+# %% [markdown]
+# Three sizes of buckets, from one parameter in each to one bucket for all:
+
+
+# %%
 def llama():
     """A small Llama, the same on every rank. Its head has a matrix of its own."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -351,7 +386,8 @@ if rank == 0:
 #
 # If a parameter is used several times, these buckets leave too early. **[Exercise 23](exercises/e23_early_hook.py)**
 # asks you to find that in a log and to mend it: `make exercises PYTEST="-k e23"`. Try it before you read on.
-#
+
+# %% [markdown]
 # ### A matrix that is used twice
 #
 # *Deeper, 3 minutes.*
@@ -369,10 +405,11 @@ if rank == 0:
 #
 # So the token embedding's bucket, the last one, waits for the lookup, although the head's part was complete first.
 # The library's buckets below do the same, with GPT-2.
-#
+
+# %% [markdown]
 # ### In the library
 #
-# *Deeper, 6 minutes.*
+# *Deeper, 4 minutes.*
 #
 # The library's version adds three things to ours. The gradients of a bucket lie in one flat array, `bucket.gradient`,
 # so backward writes straight into what is sent and nothing is copied. It serves many steps: `synchronize` sends zeros
@@ -383,28 +420,20 @@ if rank == 0:
 # `incomplete` has for each bucket the set of leaves that are missing:
 
 # %%
-from minipar.parallel.buckets import BackwardHooks, Bucket
-from minipar.parallel.ddp import DistributedDataParallel
-
 if rank == 0:
     show_source(BackwardHooks.on_gradient)
 
 # %% [markdown]
-# `send` is `ddp.reduce`, where a bucket leaves. `bucket.complete()` folds the ties and writes the zeros.
-# `before_reduce` is for chapter 6: sequence parallelism sums some gradients over another axis first. The all-reduce
-# sums the flat array in place, and `synchronize`, which every stage of ZeRO has too, waits for it:
-
-# %%
-if rank == 0:
-    show_source(DistributedDataParallel.reduce, DistributedDataParallel.complete, Bucket.complete)
-    show_source(DistributedDataParallel.synchronize, BackwardHooks.finish)
+# `send` is `ddp.reduce`, which starts the all-reduce of a bucket's flat array, in place. Before that
+# `bucket.complete()` folds the ties and writes the zeros. `synchronize`, which every stage of ZeRO has too, waits for
+# the all-reduces. All of it is in `minipar/parallel/ddp.py` and `buckets.py`.
+#
+# Two details. Arrays that $d$ does not divide have uneven chunks. They fall differently in many small buckets than in a
+# large one, so the bytes of one rank may vary by a few elements with the size of the buckets; those of all ranks
+# together do not. And with `ring` the *bits* depend on the size of the buckets: it decides in which chunk an element
+# lies, and so in which order it is summed.
 
 # %% [markdown]
-# (With other numbers of ranks the bytes of rank 0 vary by a few elements with the size of the buckets, because the
-# uneven chunks of many small arrays fall differently; summed over the ranks they are those of 4.3 each time. And with
-# `ring` the *bits* depend on the bucket size: it decides in which chunk an element lies, and so in which order it is
-# summed.)
-#
 # ### Seeing it
 #
 # *Core, 4 minutes.*
@@ -416,19 +445,17 @@ if rank == 0:
 #
 # `simulate` runs 8 devices as threads of rank 0. Each does $10^{12}$ operations per second. The network is slow for
 # that: $\alpha = 1\,\mu s$, $1/\beta = 4$ GB/s. Forward costs what its matrix products cost, backward twice that,
-# charged as each parameter's gradient is completed. First the naive step, then one with buckets of 128 KiB.
+# charged as each parameter's gradient is completed. First the naive step, then one with 7 buckets of about 128 KiB.
 #
-# **Predict**: the naive step waits 0.400 ms for its all-reduce. Which share of this do the buckets hide?
+# **Predict**: the naive step waits 0.400 ms for its all-reduce. The last bucket holds 9 % of the bytes and can leave
+# only when backward ends; each bucket costs $2(d-1)\alpha = 14\,\mu s$ of latency. Which share of the 0.400 ms do the
+# buckets hide?
 
 # %%
 predict("share of the all-reduce that 7 buckets hide", ...)  # replace the dots by a value from 0 to 1
 
 # %%
-from chapters.support.ch04 import watch
-
 if rank == 0:
-    from visualize import plot_timeline
-
     run = watch.simulate([128 * 1024])
     naive, overlapped = run.steps
     figure = plot_timeline(run.trace)
@@ -440,21 +467,27 @@ if rank == 0:
     hidden = (naive.seconds - overlapped.seconds) / exposed
     assert [round(s * 1e3, 3) for s in (naive.seconds, exposed, overlapped.seconds)] == [1.155, 0.400, 0.830]
     assert overlapped.buckets == 7 and round(hidden, 2) == 0.81
+    assert round(watch.bucket_shares(128 * 1024)[-1], 2) == 0.09
     say(f"naive {naive.seconds * 1e3:.3f} ms, of which the all-reduce {exposed * 1e3:.3f} ms")
     say(f"{overlapped.buckets} buckets: {overlapped.seconds * 1e3:.3f} ms")
     reveal("share of the all-reduce that 7 buckets hide", round(hidden, 2), say)
 
 # %% [markdown]
+# A hatched piece says that the rank waits for messages which have not left their senders yet. All ranks enter the naive
+# all-reduce together, but the seven messages of a sender leave one after the other. So the hatched pieces are time of
+# the wire, too: no rank is late.
+#
 # One all-reduce after backward exposes 0.400 ms of 1.155 ms, which is $2(d-1)(\alpha + \beta n/d)$. With 7 buckets a
 # step takes 0.830 ms, and 81 % of the all-reduce is hidden: on the right most of it lies under backward. What sticks
 # out is the *tail*: the rest of the bucket that is under way when backward ends, and the whole last bucket, which
 # cannot start before. The last bucket consists almost only of the first two parameters, the token and the position
 # embedding. Backward reaches them last, and the output head, which is tied to the token embedding, waits with them. In
 # the real GPT-2 (124 million parameters) the token embedding is almost a third of all bytes, which nothing hides.
-#
+
+# %% [markdown]
 # ### How large should a bucket be?
 #
-# *Deeper, 4 minutes.*
+# *Deeper, 6 minutes.*
 #
 # With $k$ buckets of $n/k$ bytes, the ring needs in all
 #
@@ -482,10 +515,53 @@ if rank == 0:
 
 # %% [markdown]
 # Here 128 KiB are best: 7 buckets and 0.830 ms. The smallest buckets take 0.983 ms, one bucket 1.155 ms, exactly the
-# naive form. PyTorch's default is 25 MiB, and 1 MiB for the first bucket so that the wire starts early. Those sizes fit
-# its GPUs and models of hundreds of MiB; Li et al. (section 5.3) measure a curve of the same shape. minipar has the
-# same defaults.
+# naive form.
 #
+# **A rule.** The last bucket leaves when backward ends, so the time of its bytes, $2\frac{d-1}{d}\frac{n\beta}{k}$, is
+# exposed. As long as the wire is busy, the latency of all buckets, $2(d-1)\,k\,\alpha$, delays this last one. The sum
+# of the two is least where both are equal:
+#
+# $$ k = \sqrt{\frac{n\,\beta}{d\,\alpha}} \text{ buckets, whatever the model computes.} $$
+#
+# We hold it against the simulation on five networks, with the seven sizes of above. `step_of` computes a step without
+# threads: a bucket starts when it is complete and the wire is free.
+
+
+# %%
+def step_of(shares, network):
+    """Return the seconds of a step. shares: the part of all gradients that each bucket has, in order of backward."""
+    now = wire = watch.COMPUTATION / 3  # forward
+    for share in shares:
+        now += share * watch.COMPUTATION * 2 / 3  # backward
+        wire = max(wire, now) + watch.all_reduce_seconds(round(share * watch.ELEMENTS), 8, network)
+    return wire
+
+
+if rank == 0:
+    tried = [watch.bucket_shares(step.bucket_bytes) for step in steps]
+    for shares, step in zip(tried, steps, strict=True):
+        assert abs(step_of(shares, watch.NETWORK) - step.seconds) < 1e-12
+    longer = []
+    say("alpha (us)   GB/s   buckets: the rule, nearest tried, best   a step is longer than the best by")
+    for alpha, speed in ((1e-6, 4e9), (4e-6, 4e9), (0.25e-6, 4e9), (1e-6, 8e9), (1e-6, 2e9)):
+        k = math.sqrt(4 * watch.ELEMENTS / speed / (8 * alpha))
+        network = Network(alpha, 1 / speed)
+        nearest = min(tried, key=lambda shares: abs(math.log(len(shares) / k)))
+        best = min(tried, key=lambda shares: step_of(shares, network))
+        longer.append(step_of(nearest, network) / step_of(best, network) - 1)
+        numbers = f"{k:17.1f} {len(nearest):13} {len(best):5}"
+        say(f"{alpha * 1e6:10} {speed / 1e9:6.0f} {numbers} {longer[-1]:35.1%}")
+    assert round(max(longer), 3) == 0.070
+
+# %% [markdown]
+# A step with the number of buckets nearest to the rule's is at most 7.0 % longer than the best of those tried. Where
+# backward hides all latency, more buckets than the rule's are a little better, because the last one gets shorter.
+#
+# PyTorch's default is 25 MiB, and 1 MiB for the first bucket so that the wire starts early. Those sizes fit its GPUs
+# and models of hundreds of MiB; Li et al. (section 5.3) measure a curve of the same shape. minipar's default is one
+# bucket for each block of the model.
+
+# %% [markdown]
 # ## 4.5 Gradient accumulation and `no_sync`
 #
 # *Core, 6 minutes.*
@@ -496,8 +572,11 @@ if rank == 0:
 # *outside* the block, so that its hooks start the buckets.
 #
 # Each loss is divided by the number of targets **of the whole step, on all ranks**. So the loop counts first, before
-# the first backward. (A target that does not count is marked with -100, as in PyTorch.) Here each sample is a
-# microbatch: $m = B$.
+# the first backward. (A target that does not count is marked with -100, as in PyTorch.)
+#
+# `ddp.loss` divides by that count itself, and the wrapper refuses a backward of any other loss: its gradients would not
+# be those of the global mean, and training would go on without a sign of it. Here we divide ourselves, and the block
+# `with ddp.scaled_backward()` says so. Each sample is a microbatch: $m = B$.
 
 
 # %%
@@ -512,7 +591,7 @@ def accumulate(ddp, microbatches):
     own_count = sum(int((targets != -100).sum()) for _, targets in microbatches)
     count = int(comm.all_reduce(np.array([own_count]), algorithm="ordered")[0])  # all targets of the step: count first
     *firsts, last = microbatches
-    with ddp.scaled_backward():  # tells the library that we divide by that count
+    with ddp.scaled_backward():  # each loss below is divided by the count of all ranks
         with ddp.no_sync():
             for inputs, targets in firsts:
                 backward(ddp.model, inputs, targets, count)
@@ -609,7 +688,32 @@ if rank == 0:
 # The bars show how much one token counts on each rank, relative to the right weight. The wrong version trains, and its
 # loss falls as usual, but it minimizes another mean. All ranks agree, and only a comparison with one device notices,
 # and only because the test used unequal counts.
+
+# %% [markdown]
+# ### Losses that are no sums of samples
 #
+# *Core, 2 minutes.*
+#
+# All this needs a loss that is a sum over samples, where each term looks at its own sample only. Batch normalization
+# divides by the variance of the batch. A contrastive loss compares each sample with all others. The auxiliary loss of
+# experts multiplies two means over the batch ([chapter 12](12_experts.ipynb)). None of them is a sum of what the ranks
+# compute on their shards:
+
+# %%
+own = np.random.default_rng([4, rank]).normal(loc=rank, size=16)  # one activation of 16 samples
+n_own, total, squares = comm.all_reduce(np.array([own.size, own.sum(), (own**2).sum()]), algorithm="ordered")
+variance = squares / n_own - (total / n_own) ** 2  # of the whole batch
+mean_of_variances = comm.all_reduce(np.array([own.var()]), algorithm="ordered")[0] / d
+whole_batch = np.concatenate([np.random.default_rng([4, r]).normal(loc=r, size=16) for r in range(d)])
+assert abs(variance - whole_batch.var()) < 1e-12 * variance and (d == 1 or mean_of_variances < 0.9 * variance)
+say(f"variance of the batch {variance:.2f}, mean of the ranks' variances {mean_of_variances:.2f}")
+
+# %% [markdown]
+# Such a model computes something else on $d$ ranks than on one, unless the ranks exchange more than gradients. The
+# variance needs three sums over the ranks, in forward and again in backward: that is `SyncBatchNorm`. A contrastive
+# loss needs an all-gather of all samples' vectors. LayerNorm looks at one token, so a GPT has no such problem.
+
+# %% [markdown]
 # ### The same mistake over microbatches
 #
 # *Deeper, 4 minutes.*
@@ -631,8 +735,6 @@ say(f"{B} microbatches of unequal counts on {d} ranks: the gradient of one devic
 # two float64:
 
 # %%
-from minipar.parallel.loss import global_mean_loss
-
 if rank == 0:
     show_source(global_mean_loss)
 model = fresh()
@@ -649,10 +751,6 @@ assert same_bits(flatten(model.parameters()), right)
 # ranks, and next to it the loop of one device that takes the shards in rank order.
 
 # %%
-import math
-
-from chapters.support.ch04.sizes import by_size
-
 STEPS = 20
 RATE = 3e-3
 BUCKETS = {"nbytes": 32 * 1024, "first": 8 * 1024}
@@ -694,7 +792,7 @@ say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte (ln 256 = {math.log
 # %% [markdown]
 # ### Strong and weak scaling
 #
-# *Deeper, 6 minutes.*
+# *Core, 6 minutes.*
 #
 # *Strong scaling* keeps the global batch and adds ranks. If one device computes for $T_1$ seconds per step, then $d$
 # devices take
@@ -713,8 +811,9 @@ say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte (ln 256 = {math.log
 # rate by $d$ for SGD, after a warm-up (Goyal et al. 2017, arXiv 1706.02677), and by about $\sqrt d$ for Adam. Neither
 # PyTorch's wrapper nor minipar's does that: `--lr` is the rate that you get.
 #
-# For the model and network of 4.4 and a global batch of 64 samples:
-# backward is two thirds of the computation, and we assume that all of it can hide communication (no tail).
+# Take the model and network of 4.4 and a global batch that 8 ranks compute in 0.755 ms each. The gradients have 882 KB,
+# $\alpha$ is $1\,\mu s$ and $1/\beta$ 4 GB/s. Backward is two thirds of the computation, and we assume that all of it
+# can hide communication (no tail).
 #
 # **Predict**: with overlap 8 ranks reach an efficiency of 100 %. How much do 64 ranks reach?
 
@@ -732,6 +831,7 @@ def efficiencies(ranks):
 
 
 assert [round(value, 2) for value in (*efficiencies(8), *efficiencies(64))] == [0.65, 1, 0.14, 0.16]
+assert round(watch.COMPUTATION * 1e3, 3) == 0.755 and round(4 * watch.ELEMENTS / 1e3) == 882
 reveal("efficiency on 64 ranks with overlap", round(efficiencies(64)[1], 2), say)
 if rank == 0:
     show(figures.plot_scaling({ranks: efficiencies(ranks) for ranks in (1, 2, 4, 8, 16, 32, 64)}), "04_scaling")
@@ -739,7 +839,8 @@ if rank == 0:
 # %% [markdown]
 # On 8 ranks the efficiency is 65 % with the naive form and 100 % with overlap. On 64 ranks it is 14 % and 16 %: there
 # is too little backward left to hide behind. Overlap helps only where the two times are alike.
-#
+
+# %% [markdown]
 # ## 4.8 Mistakes, and what notices them
 #
 # *Deeper, 10 minutes.*
@@ -804,11 +905,15 @@ if d > 1:  # with one rank there is nothing to forget
 #
 # **Mistake 5 would be right with plain SGD.** Let $G_r$ be the gradient of rank $r$'s own mean and all ranks have
 # equally many tokens. For an update $-\eta\,G_r$, which is linear in the gradient, averaging the updated weights gives
-# the same as one update with the averaged gradient. 4.12 shows that even the bits are equal. It is wrong as soon as
-# gradients are clipped, because each rank then clips by the norm of its own gradient. And AdamW is not linear: it
-# divides by a root, and the mean of quotients is not the quotient of means. Replicas agree, the bytes are right, the
-# loss falls; only the comparison with one device objects.
+# the same as one update with the averaged gradient. It is wrong as soon as gradients are clipped, because each rank
+# then clips by the norm of its own gradient. And AdamW is not linear: it divides by a root, and the mean of quotients
+# is not the quotient of means. Replicas agree, the bytes are right, the loss falls; only the comparison with one device
+# objects.
 #
+# [DiLoCo](more/diloco.ipynb) makes an algorithm of mistake 5: the ranks talk once in $H$ steps, and send $1/H$ of the
+# bytes.
+
+# %% [markdown]
 # ## 4.9 PyTorch's names
 #
 # *Deeper, 2 minutes.*
@@ -827,8 +932,13 @@ if d > 1:  # with one rank there is nothing to forget
 # | `Bucket.gradient` | `gradient_as_bucket_view=True` | the contiguous gradient buffer |
 # | `all_reduce(..., async_op=True)`, `wait` | the same names in `torch.distributed` | |
 #
-# The same in PyTorch: `chapters/pytorch/ch04.py`.
-#
+# The same in PyTorch, with unequal counts on two processes: [chapters/pytorch/ch04.py](pytorch/ch04.py).
+
+# %%
+if rank == 0:
+    show_file("chapters/pytorch/ch04.py")
+
+# %% [markdown]
 # ## 4.10 Problems
 #
 # *Deeper, 30 minutes.*
@@ -860,7 +970,8 @@ if d > 1:  # with one rank there is nothing to forget
 # takes the very same optimizer step. The all-reduce is a reduce-scatter followed by an all-gather. What could be done
 # *between* the two, so that each rank keeps only $1/d$ of the optimizer's state, for the same bytes? (That is ZeRO
 # stage 1: Rajbhandari et al. 2020, arXiv 1910.02054.)
-#
+
+# %% [markdown]
 # ## 4.11 Answers
 #
 # *Deeper, 5 minutes.*
@@ -874,9 +985,10 @@ latency = 2 * 63 * 10e-6  # of one bucket
 wire = 2 * 63 / 64 * 6e9 / 25e9  # of all bytes
 in_buckets = math.ceil(6e9 / (25 * 2**20)) * latency
 at_most = int(0.05 * wire / latency)
+assert round(math.sqrt(6e9 / 25e9 / (64 * 10e-6))) == 19
 assert [round(1e3 * value, 2) for value in (wire, latency, in_buckets)] == [472.5, 1.26, 288.54] and at_most == 18
 say(f"2. bytes {wire * 1e3:.1f} ms; latency {latency * 1e3:.2f} ms, or {in_buckets * 1e3:.1f} ms in 25 MiB buckets;")
-say(f"   at most {at_most} equal buckets, of {6e9 / at_most / 1e6:.0f} MB each")
+say(f"   at most {at_most} equal buckets, of {6e9 / at_most / 1e6:.0f} MB each; the rule of 4.4 says 19")
 
 mean = (200 + 84) / (100 + 28)
 of_means = (200 / 100 + 84 / 28) / 2
@@ -908,149 +1020,6 @@ say(f"4. ordered 1 everywhere, ring {around}; the exact sum is 2")
 # for which alone it keeps AdamW's moments, and the all-gather carries updated parameters. Chapter 5 builds this.
 #
 # </details>
-
-# %% [markdown]
-# ## 4.12 DiLoCo: one sum in H steps
-#
-# *Deeper, 12 minutes.*
-#
-# Two data centres are joined by a line of 1 Gb/s. The gradients of a billion parameters, 4 GB in fp32, take 32 s on it,
-# and a step computes for one. **Must the ranks talk in every step?** DiLoCo (Douillard et al. 2023, arXiv 2311.08105)
-# lets each rank take $H$ *local steps* on its own samples, with an AdamW of its own. From the common parameters
-# $\theta$ rank $r$ moves by $\Delta_r$. Then the ranks sum, and an *outer* optimizer moves $\theta$. It is SGD with
-# Nesterov's momentum, for which $-\Delta$ is the gradient:
-#
-# $$\Delta = \frac1d \sum_r \Delta_r, \qquad v \leftarrow 0.9\, v + \Delta, \qquad
-# \theta \leftarrow \theta + 0.7\, (\Delta + 0.9\, v) .$$
-#
-# All ranks go on from there. AdamW's means stay as they are, each on its rank.
-
-# %%
-replica = fresh()
-START = np.concatenate([parameter.data.reshape(-1) for parameter in replica.parameters()])
-STOPS = np.cumsum([parameter.size for parameter in replica.parameters()])
-
-
-def loss_and_gradient(theta, r, step):
-    """Rank r's mean loss in a step with the flat parameters theta, and its gradient."""
-    for parameter, part in zip(replica.parameters(), np.split(theta, STOPS[:-1]), strict=True):
-        parameter.data[...] = part.reshape(parameter.shape)
-    loss = replica.loss_sum(*shard(r, step))
-    loss.backward(np.full_like(loss.data, 1 / N))
-    found = flatten(replica.parameters())
-    replica.zero_grad()
-    return float(loss.data) / N, found
-
-
-def data_parallelism(make):
-    """Train on one device with the mean of all ranks' gradients: all parameters, and the losses."""
-    parameter = mp.Parameter(START.copy())
-    losses = []
-    optimizer = make([parameter])
-    for step in range(STEPS):
-        all_losses, gradients = zip(*(loss_and_gradient(parameter.data, r, step) for r in range(d)), strict=True)
-        parameter.grad = left_to_right(gradients) / d
-        optimizer.step()
-        losses.append(np.mean(all_losses))
-    return parameter.data, losses
-
-
-# %% [markdown]
-# **Predict**: does DiLoCo with $H = 1$, an outer rate of 1 and no momentum have data parallelism's bits, with SGD and
-# with AdamW on the ranks? How many bytes per step does it send with $H = 10$, relative to $H = 1$?
-
-# %%
-predict("bits of data parallelism with SGD", ...)  # replace the dots by True or False
-predict("bits of data parallelism with AdamW", ...)
-predict("bytes with H = 10, relative to H = 1", ...)
-
-# %% [markdown]
-# There is one all-reduce of $\Psi$ elements in $H$ steps, so a rank sends $\frac{2\Psi}{H} \cdot \frac{d-1}{d}$
-# elements per step.
-#
-# With $H = 1$, an outer rate of 1 and no momentum DiLoCo is mistake 5 of 4.8, which with plain SGD should be data
-# parallelism. It has the same *bits* if two roundings are avoided. $\theta - (\theta - x)$ is seldom $x$ exactly, so a
-# rank keeps $\Delta_r$, which begins at 0, and nobody subtracts parameters. And the sum of $\eta\, G_r$ over the ranks
-# is $\eta$ times the sum of $G_r$ only if multiplying by $\eta$ rounds nothing, so the rate is a power of two. ($G_r$
-# is the gradient of rank $r$'s own mean here.)
-#
-# **[Exercise 31](exercises/e31_local_steps.py)** asks for such a round: `make exercises PYTEST="-k e31"`. Write it
-# before you open the next cell. In the cell `ranks` are those whose local steps a process takes: its own rank's, or as
-# one device those of all ranks, one after another.
-
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-from minipar.nn import SGD
-
-
-def local_steps(theta, optimizer, r, steps):
-    """Rank r's steps from theta: how far it moves, and its losses. Its optimizer updates the movement alone."""
-    (moved,) = optimizer.parameters
-    moved.data[...] = 0
-    losses = []
-    for step in steps:
-        loss, moved.grad = loss_and_gradient(theta + moved.data, r, step)
-        optimizer.step()
-        losses.append(loss)
-    return moved.data, losses
-
-
-def diloco(H, make, rate, momentum, ranks, add_up):
-    """Train: all parameters, and the mean losses of `ranks`. add_up(movements of `ranks`): the sum over all ranks."""
-    theta = START
-    velocity = np.zeros(Psi)
-    losses = []
-    optimizers = {r: make([mp.Parameter(np.zeros(Psi))]) for r in ranks}
-    for first in range(0, STEPS, H):
-        taken = [local_steps(theta, optimizer, r, range(first, first + H)) for r, optimizer in optimizers.items()]
-        mean = add_up([moved for moved, _ in taken]) / d
-        velocity = momentum * velocity + mean
-        theta = theta + rate * (mean + momentum * velocity)
-        losses += np.mean([each for _, each in taken], axis=0).tolist()
-    return theta, losses
-
-
-def over_ranks(movements):
-    return comm.all_reduce(movements[0], algorithm="ordered")
-
-
-sgd = partial(SGD, lr=1 / 8)
-adamw = partial(mp.AdamW, lr=RATE)
-by_sgd, _ = diloco(1, sgd, 1, 0, [rank], over_ranks)
-found = {}
-curves = {}
-per_step = {}
-for H, outer in ((1, (1, 0)), (5, (0.7, 0.9)), (10, (0.7, 0.9))):
-    comm.traffic.reset()
-    found[H], losses = diloco(H, adamw, *outer, [rank], over_ranks)
-    assert comm.traffic.bytes() == STEPS // H * wire_bytes("all_reduce", "ordered", Psi, 8, d, rank)
-    per_step[f"H = {H}"] = comm.traffic.bytes() / STEPS
-    curves[f"DiLoCo, H = {H}"] = comm.all_reduce(np.array(losses)) / d
-    assert same_on_all_ranks(comm, by_sgd, found[H])
-if rank == 0:
-    assert same_bits(found[5], diloco(5, adamw, 0.7, 0.9, range(d), left_to_right)[0])
-    say(f"H = 5, d = {d}, {STEPS} steps: one device that plays all ranks has the same bits in all {Psi:,} parameters")
-    sgd_alone, _ = data_parallelism(sgd)
-    adamw_alone, losses = data_parallelism(adamw)
-    equal = same_bits(by_sgd, sgd_alone), same_bits(found[1], adamw_alone)
-    assert equal == (True, d == 1)
-    reveal("bits of data parallelism with SGD", equal[0], say)
-    reveal("bits of data parallelism with AdamW", equal[1], say)
-    reveal("bytes with H = 10, relative to H = 1", per_step["H = 10"] / max(1, per_step["H = 1"]), say)
-    show(figures.plot_local_steps({"data parallelism": losses, **curves}, per_step), "04_local_steps")
-
-# %% [markdown]
-# With SGD and $H = 1$ DiLoCo *is* data parallelism, to the last bit. With AdamW it is not, because each rank divides by
-# the root of its own squares. With $H > 1$ it is another algorithm: what it computes depends on $d$ and $H$, and its
-# only reference is one device that plays all $d$ ranks. That it learns is a matter of experience (left; twenty steps of
-# a toy prove nothing about which is best). What it sends is a matter of counting (right): $1/H$ of the bytes. For that,
-# each rank keeps one more array of $\Psi$ elements, $v$.
-#
-# DeepMind's 8 workers with $H = 500$ did as well as synchronous training and sent 500 times fewer bytes. OpenDiLoCo
-# (Jaghouar et al. 2024, arXiv 2407.07852) ran it over two continents, and the GPUs computed for 90 to 95 % of the time.
-# INTELLECT-1 (Jaghouar et al. 2024, arXiv 2412.01152) trained 10 billion parameters on three continents with the
-# framework prime: $H = 100$ and sums in 8 bits, 400 times fewer bytes in all. Each of its workers is a host of GPUs
-# with FSDP ([chapter 5](05_zero.ipynb)) inside.
 
 # %% tags=["active-ipynb"]
 # %autopx

@@ -1,4 +1,4 @@
-"""Exercise 31 (chapter 4): a round of DiLoCo.
+"""Exercise 31 (chapters/more/diloco.py): a round of DiLoCo.
 
 All ranks begin a round with the same parameters. Each takes H steps of its own optimizer from them, on its own samples.
 How far the ranks have moved, on average, is what an outer optimizer moves the parameters by: with D the mean over the

@@ -127,6 +127,7 @@ FIGURES = [
     (ch02.plot_attention, np.array([[1.0, 0.0], [0.25, 0.75]]), np.array([[0.0, 0.0], [-0.5, 0.5]])),
     (ch02.plot_shares, {"parameters": {"wte": 1, "blocks": 3}, "flops": {"blocks": 10}}),
     (ch02.plot_memory, {"plain": [("start", 0, 0), ("loss", 2**22, 2**23), ("end", 2**20, 2**23)]}, "loss"),
+    (ch03.draw_collectives, {"a": (np.diag([1, 8]), np.array([[5, 10], [0, 0]])), "b": (np.eye(2, dtype=int),) * 2}),
     (ch03.plot_blocks, [BLOCKS, BLOCKS]),
     (ch03.draw_tree, 3),
     (ch03.plot_orders, {"ring": 3, "recursive_doubling": 0}, 7),

@@ -10,8 +10,8 @@ PARSING = threading.Lock()  # ranks are threads, and Python 3.11's parser may fa
 
 
 def script_of(chapter):
-    """Return the text of the chapter with this number, such as "09"."""
-    (path,) = (ROOT / "chapters").glob(f"{chapter}_*.py")
+    """Return the text of the chapter with this number, such as "09", or of a file, such as "more/muon"."""
+    (path,) = (ROOT / "chapters").glob(f"{chapter}*.py")
     return path.read_text(encoding="utf-8")
 
 

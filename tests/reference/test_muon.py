@@ -40,7 +40,7 @@ def test_five_steps_of_muon_are_torchs(shape, float64):
 def test_the_outer_optimizer_of_diloco_is_torchs_nesterov():
     movements = RANDOM.normal(size=(STEPS, 7))
     ours = {"np": np, "mp": mp, "START": np.zeros(7), "Psi": 7, "STEPS": STEPS, "d": 1}
-    run_functions("04", ("diloco",), ours)
+    run_functions("more/diloco", ("diloco",), ours)
     ours["local_steps"] = lambda theta, optimizer, r, steps: (movements[steps[0]], [0.0])
     theta, _ = ours["diloco"](1, lambda parameters: None, 0.7, 0.9, [0], lambda arrays: arrays[0])
     theirs = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Draw for chapter 3: the blocks on each rank (3.3, 3.4), a tree (3.4), orders (3.5), times of algorithms (3.7)."""
+"""Draw for chapter 3: collectives (3.1), blocks on each rank (3.3, 3.4), orders (3.5), times (3.7); a tree (more/)."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,11 +6,51 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from chapters.support.draw import box, finish
+from chapters.support.draw import RANKS, box, finish
 from visualize.style import BLUE, GREEN, GREY, INK, PAPER, VERMILION, Picture, at_lightness, byte_label, ink_on, picture
 
 Panel = tuple[str, np.ndarray]  # a title, and for each rank and chunk the set of the ranks in it, as bits
 LINES = ((BLUE, "-", "o"), (VERMILION, "--", "s"), (GREEN, "-.", "^"))
+
+
+def draw_collectives(panels: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Picture:
+    """Draw what each rank has before and after each collective: {name: (before, after)}, (rank, chunk) each.
+
+    The value of rank r's chunk c is one bit, 1 << (ranks * r + c), so a sum tells what is in it. 0 is an empty place.
+    """
+    figure = picture(9.5, 3.9)
+    grid = figure.subplots(2, len(panels) // 2, squeeze=False)
+    for place, (axes, (name, pair)) in enumerate(zip(grid.flat, panels.items(), strict=True)):
+        ranks, chunks = pair[0].shape
+        for left, moment, blocks in zip((0, chunks + 1.2), ("before", "after"), pair, strict=True):
+            for (rank, chunk), value in np.ndenumerate(blocks):
+                face, text = _content(int(value), ranks)
+                corner = (left + chunk, rank)
+                box(axes, corner, (1, 1), face, text, fontsize=8.5, va="center", edgecolor="white", linewidth=1.2)
+            axes.text(left + chunks / 2, ranks + 0.15, moment, ha="center", va="top", fontsize=8, color=INK)
+        arrow = {"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (chunks + 1.1, ranks / 2), (chunks + 0.1, ranks / 2), arrowprops=arrow)
+        names = [f"rank {r}" for r in range(ranks)] if place % grid.shape[1] == 0 else []
+        axes.set_yticks(np.arange(ranks) + 0.5 if names else [], names, fontsize=8)
+        axes.set_xticks([])
+        axes.set(xlim=(0, 2 * chunks + 2.2), ylim=(ranks + 0.7, -0.9), aspect="equal")
+        axes.text(chunks + 0.6, -0.25, name, ha="center", fontsize=10, fontweight="bold", color=INK)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    figure.supxlabel("2b: chunk b of what rank 2 brings. Σb: the sum of all ranks' chunks b. Grey: nothing", fontsize=9)
+    return figure
+
+
+def _content(value: int, ranks: int) -> tuple[str, str]:
+    """Return the colour and the text of a block of `draw_collectives`."""
+    members = [divmod(bit, ranks) for bit in range(ranks * ranks) if value >> bit & 1]  # (rank, chunk)
+    if not members:
+        return PAPER, ""
+    letter = "abcdefgh"[members[0][1]]
+    if len(members) > 1:
+        return at_lightness(BLUE, 35), f"Σ{letter}"
+    rank = members[0][0]
+    return at_lightness(RANKS[rank], 80), f"{rank}{letter}"
 
 
 NOTE = "columns: chunks. Digits: the ranks whose contributions are in a block; Σ: all of them. Framed: just changed"

@@ -1,4 +1,4 @@
-"""Watch collectives: blocks (3.3, 3.4), messages (3.6), time beside MPI's own (3.5, 3.8), timelines (3.9)."""
+"""Watch collectives: results (3.1), blocks (3.3, 3.4), messages (3.6), timelines (3.9), MPI's own (3.5 and more/)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +25,26 @@ def watch_blocks(ranks: int, algorithm: Callable[..., Any], *titles: str) -> lis
 
     steps = np.array(run_local(ranks, watched)).swapaxes(0, 1)  # (step, rank, chunk)
     return list(zip(titles, steps, strict=True))
+
+
+def six_collectives(x: np.ndarray) -> dict[str, np.ndarray]:
+    """Run the six collectives of 3.1 on threads, whose rank r brings x[r], one element per chunk.
+
+    Return what all ranks have then: (rank, chunk), with 0 where a rank gets nothing.
+    """
+
+    def run(comm: Communicator) -> list[np.ndarray]:
+        own, r = x[comm.rank], comm.rank
+        on_rank_0 = comm.all_reduce(own.copy(), algorithm="ring") * (r == 0)  # the library has no reduce
+        chunk = np.zeros_like(own)
+        chunk[r : r + 1] = comm.reduce_scatter(own, algorithm="ring")
+        gathered = comm.all_gather(own[r : r + 1].copy(), np.empty_like(own), algorithm="ring")
+        everywhere = comm.all_reduce(own.copy(), algorithm="ring")
+        return [comm.broadcast(own.copy(), 0), on_rank_0, everywhere, chunk, gathered, comm.all_to_all(own)]
+
+    names = ("broadcast", "reduce", "all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+    results = np.array(run_local(len(x), run)).swapaxes(0, 1)  # (collective, rank, chunk)
+    return dict(zip(names, results, strict=True))
 
 
 def hierarchical(comm: Communicator, x: np.ndarray, after_step: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Draw for chapter 4: bits (4.2), buckets (4.4), weights of tokens (4.6), scaling (4.7), loss curves (4.8, 4.12)."""
+"""Draw for chapter 4: bits (4.2), buckets (4.4), weights of tokens (4.6), scaling (4.7), losses (4.8, more/)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -26,9 +26,15 @@ COMPUTATION = 3 * FORWARD / SPEED  # seconds of forward and backward
 ELEMENTS = sum(parameter.size for parameter in GPT(MODEL, seed=None).parameters())
 
 
-def all_reduce_seconds(elements: int, ranks: int) -> float:
+def all_reduce_seconds(elements: int, ranks: int, network: Network = NETWORK) -> float:
     """Compute 2(d-1)(alpha + beta n/d) of a ring over d ranks; n/d are the bytes of the largest chunk, in float32."""
-    return 2 * (ranks - 1) * NETWORK.seconds(4 * -(-elements // ranks))
+    return 2 * (ranks - 1) * network.seconds(4 * -(-elements // ranks))
+
+
+def bucket_shares(bucket_bytes: int) -> list[float]:
+    """Return the part of all elements that each bucket of this size has, in the order in which they are sent."""
+    groups = by_size(GPT(MODEL, seed=None), serial(), bucket_bytes, bucket_bytes)
+    return [sum(parameter.size for parameter in group) / ELEMENTS for group, _ in reversed(groups)]
 
 
 @dataclass(frozen=True)
