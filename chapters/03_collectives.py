@@ -394,7 +394,7 @@ if rank == 0:
 # that grows with $\lg p$. The library sends along a tree in `broadcast` only. (The `algorithm="tree"` that a file of
 # its own adds is another thing: it sends what `ordered` of 3.5 sends, and a chunk's owner adds in the pairs
 # $((a_0 + a_1) + (a_2 + a_3)) + \dots$: the bits of doubling with the bytes of the ring.
-# [6.6](06_tensor_parallel.ipynb) uses that order.)
+# [Trees in tensor parallelism](more/trees_in_tensor_parallel.ipynb) uses that order.)
 #
 # ### Hierarchical all-reduce
 #

@@ -146,7 +146,7 @@ say(f"rows, then columns: off by {relative_difference(early, Z):.0%} with gelu b
 #
 # Here are both layers on plain arrays. $f$ and $g$ are the two places where `all_reduce` stands. A column layer's bias
 # belongs to its columns and is cut with them. A row layer's bias belongs to the sum: every rank adds it **once**, after
-# the all-reduce. Added before the sum, on every rank, it would count $t$ times (mistake 1 of 6.12).
+# the all-reduce. Added before the sum, on every rank, it would count $t$ times (mistake 1 of 6b.7).
 #
 # [Exercise 8](exercises/e08_column_row_layers.py) asks for these four functions: `make exercises PYTEST="-k e08"`.
 # Write them before you open the next cell.
@@ -345,11 +345,9 @@ say(f"one layer, forward and backward: {sent_layer:,} bytes per rank = 8 N h (t-
 # along the **sequence** (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2): between the pairs, rank $r$ has
 # $T/t$ of a sample's $T$ tokens with all of their $h$ elements; inside a pair all tokens with $1/t$ of the columns.
 #
-# The borders are chapter 3's identity, *all-reduce = reduce-scatter + all-gather*. Where a row layer all-reduced, it
-#
 # So a rank must send at other places. Where the row layer ends, it needs the sum of its own tokens only. Where the next
-# column layer begins, it needs all tokens again. Backward mirrors both. A layer had four collectives, and now it has
-# eight.
+# column layer begins, it needs all tokens again. Backward mirrors both. In forward and backward together a layer sent
+# at four places, and now it sends at eight.
 #
 # **Predict.** What does a rank send for the MLP of 6.2 in this way, divided by what it sent there?
 
@@ -357,9 +355,9 @@ say(f"one layer, forward and backward: {sent_layer:,} bytes per rank = 8 N h (t-
 predict("bytes with sequence parallelism / bytes without", ...)  # replace the dots by a number
 
 # %% [markdown]
-# Two of the eight collectives, together, do what one did before. It is chapter 3's identity, *all-reduce =
-# reduce-scatter + all-gather*. Where a row layer all-reduced, it now reduce-scatters: it gets the sum, and of it the
-# own tokens. Where a column layer copied, it now all-gathers:
+# Two of the eight do together what one did before. It is chapter 3's identity, *all-reduce = reduce-scatter +
+# all-gather*. Where a row layer all-reduced, it now reduce-scatters: of the sum a rank gets its own tokens. Where a
+# column layer copied, it now all-gathers:
 
 # %%
 if rank == 0:

@@ -89,6 +89,9 @@ if rank == 0:
     show(figures.draw_split_loss(tokens=4, columns=9, ranks=3), "06b_split_loss")
 
 # %% [markdown]
+# In the picture a row is a token, and each of three ranks has a third of its $V$ logits. Two small all-reduces give all
+# ranks the grey columns, from which each computes the loss. Section 6b.2 explains what these are.
+#
 # ## 6b.1 The plan
 #
 # *Core, 7 minutes.*
@@ -188,7 +191,7 @@ assert {name: by_plan[f"{name}.weight"] for name in CUTS} == CUTS
 # logits of its tokens.
 #
 # **Loss.** One could gather the logits, $N V$ values. But the loss of a token needs only three values of its row, and
-# each is a maximum or a sum over the row. They are the narrow columns in the picture above. With $\mu = \max_v z_v$ the
+# each is a maximum or a sum over the row. They are the grey columns of the picture above. With $\mu = \max_v z_v$ the
 # loss is
 #
 # $$\ell = \log E - (z_{\text{target}} - \mu), \qquad E = \sum_v e^{z_v - \mu}.$$
@@ -198,8 +201,8 @@ assert {name: by_plan[f"{name}.weight"] for name in CUTS} == CUTS
 # \log\big(e^\mu \sum_v e^{z_v-\mu}\big) = \mu + \log E$. With the largest logit as $\mu$, no term is above 1.
 #
 # Why must all ranks use the *same* $\mu$? Rank $r$ adds up $e^{z_v - \mu_r}$ over its own tokens. Two such sums with
-# different $\mu_r$ are in different units, $e^{-\mu_r}$, and cannot be added. So the maximum over all ranks comes
-# first. One token with four logits, two on each rank:
+# different $\mu_r$ have different factors $e^{-\mu_r}$, and cannot be added. So the maximum over all ranks comes first.
+# One token with four logits, two on each rank:
 
 # %%
 z4 = np.array([[100, 20], [99, 5]], np.float32)  # a row for each rank

@@ -1,4 +1,4 @@
-"""Chapter 6 on plain arrays: gelu, attention, grouped attention, and the MLP summed with and without leaves."""
+"""Compute on plain arrays: gelu and attention (chapter 6), grouped attention, an MLP with and without leaves."""
 
 from collections.abc import Callable, Sequence
 
