@@ -394,8 +394,8 @@ reveal("bytes with sequence parallelism / bytes without", sent_sequence / sent i
 
 # %% [markdown]
 # **The same bytes**, because an all-reduce over a ring *is* a reduce-scatter and an all-gather. But between the pairs a
-# rank now computes, and keeps for backward, a $t$-th of the tokens. On eight ranks a layer of GPT-3 keeps 14.75 bytes
-# per element of its activation, and without sequence parallelism 20 ([6b.5](06b_vocabulary_and_memory.ipynb)).
+# rank now computes, and keeps for backward, a $t$-th of the tokens. [6b.5](06b_vocabulary_and_memory.ipynb) counts the
+# memory that this saves.
 #
 # There is one new duty. Look at `dbias_own`: every rank has the same bias, but a rank has seen its own tokens only, so
 # its gradient covers these tokens only. The whole gradient is the **sum over the ranks**. This concerns all parameters
@@ -457,7 +457,6 @@ if rank == 0:
 # direction: the same sheet gives NVLink 4 900 GB/s in both directions together, so 450; the nominal rates of NDR
 # InfiniBand, 400 Gb/s = 50 GB/s, and of 100-gigabit Ethernet, 12.5 GB/s. **Latency**: 3, 5 and 30 microseconds per
 # message are *assumptions* about their order of magnitude.
-#
 #
 # In backward a sum can be hidden: it can travel while the rank computes a weight's gradient, for which it needs nothing
 # from others (the next section shows how). The time that counts is the computation and what is not hidden of the sums.

@@ -350,7 +350,7 @@ say(f"with dropout 0.3 on the probabilities the sum is one device's, within {wor
 
 # %% [markdown]
 # The library's `tensor_parallel` leaves this out, and refuses a model with dropout.
-# %% [markdown]
+#
 # ## 6b.5 Memory: what a layer keeps
 #
 # *Core, 9 minutes.*
