@@ -84,6 +84,7 @@ if rank == 0:
 # The MLP of a Transformer is $Z = \mathrm{gelu}(XA)\,D$. $X$ is $N \times h$: $N$ tokens, with $h$ elements each.
 # $A$ is $h \times 4h$ and $D$ is $4h \times h$. (The biases come in 6.2.) Cut $A$ by **columns** and $D$ by **rows**:
 #
+# $$A = [\,A_1 \mid A_2\,], \qquad D = \begin{bmatrix} D_1 \\ D_2 \end{bmatrix}, \qquad
 # XA = [\,XA_1 \mid XA_2\,].$$
 #
 # Two facts make this work. gelu works element by element, so it works on blocks of columns: $Y = \mathrm{gelu}(XA) =
@@ -515,8 +516,8 @@ if rank == 0:
 # parallelism between servers.
 #
 # **To remember.** Columns, then rows, with one sum per pair. Four sums of $Nh$ elements per layer and microbatch, for
-# which every rank waits. Sequence parallelism sends the same, and divides what was left whole. All of it belongs on the
-# fastest link.
+# which every rank waits. Sequence parallelism sends the same, and divides the work between the pairs as well. All of it
+# belongs on the fastest link.
 #
 # ### Hiding backward's half
 #
@@ -593,14 +594,12 @@ assert math.ceil(16 * 7 * S / 50e9 / 72) == 12_445  # the hidden size at which t
 # optimizer changes the copy on rank 0 alone, and the copies are no longer equal. With sequence parallelism rank 0 also
 # gets the whole gradient, because backward gathers all tokens before it; the sum of `Partial` gradients hands it to
 # every rank, and the copies stay equal.
-# 6. The product $\mathrm{d}Y_r A_r^\top$, which gives $\mathrm{d}X$, does not need $X$ and can run during the
 #
 # </details>
 #
-# The sums belong inside the host. Two things are left of the model's cut. The vocabulary is cut by rows, and its loss
-# must not gather the logits. And a table says which parameter is cut how. [Chapter
-# 6b](06b_vocabulary_and_memory.ipynb) does both, proves the whole model equal to one device, and counts its memory.
-# [Chapter 7](07_pipeline.ipynb) cuts *between* the layers. It needs only what stands above.
+# A layer is cut. The rest of the model is not yet: the vocabulary is cut by rows, and its loss must not gather the
+# logits. [Chapter 6b](06b_vocabulary_and_memory.ipynb) cuts it, proves the whole model equal to one device, and counts
+# the memory. [Chapter 7](07_pipeline.ipynb) cuts *between* the layers. It needs only what stands above.
 
 # %% tags=["active-ipynb"]
 # %autopx

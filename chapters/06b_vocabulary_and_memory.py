@@ -141,17 +141,15 @@ say(f"{psi:,} parameters, {held:,} on each rank, each with the serial model's va
 # %% [markdown]
 # ### In the library
 #
-# *Deeper, 9 minutes.*
+# *Deeper, 8 minutes.*
 #
 # `PLAN` is the library's table for GPT-2. Beside dim and groups it names the class that replaces the serial layer.
 # Llama and Mixtral, a Llama with experts (chapter 12), whose matrices are (out, in), bring tables of their own
 # (`more/llama.py`, `more/experts/mixtral.py`). Where several of their layers read one input ($q$, $k$, $v$;
 # `gate_proj`, `up_proj`), the block calls `enter` once for all of them, and they do not cross the border.
 #
-# `tensor_parallel(model, comm)` goes through the table. It replaces serial layers by parallel ones, and leaves each
-# rank its part of *the very values* that the serial model has. (Initial weights are keyed by name, never by rank, so a
-# run on 8 ranks starts where a run on 1 does.) What stays whole has the placement `Replicate`. The model's own file
-# (`nn/gpt.py`) knows nothing of ranks. (In Llama's a block's `enter` returns its input until a strategy replaces it.)
+# `tensor_parallel(model, comm)` replaces serial layers by parallel ones. The model's own file (`nn/gpt.py`) knows
+# nothing of ranks. (In Llama's a block's `enter` returns its input until a strategy replaces it.)
 
 # %%
 from minipar.parallel.tensor import layers
@@ -586,9 +584,9 @@ for name, noticed in caught.items():
 # clipped. AdamW divides by the gradient's size, and hides most of it.
 #
 # **To remember.** A table names each cut, and the rest stays whole. The loss needs three values per token from all
-# ranks, and the maximum is that of all ranks. What no cut divides, sequence parallelism divides, for the same bytes.
-# Elements that several ranks hold count once in the norm. And the proof is a training of a few steps beside one device,
-# with losses, norms and every parameter.
+# ranks, and the maximum is that of all ranks. Sequence parallelism divides what lies between the pairs, for the same
+# bytes. Elements that several ranks hold count once in the norm. And the proof is a training of a few steps beside one
+# device, with losses, norms and every parameter.
 #
 # ## 6b.8 PyTorch's names
 #
@@ -632,13 +630,11 @@ assert paper_bytes == [2_868_903_936, 578_813_952, 358_612_992]
 # 1. 172,032 and 3,677,356,032 bytes, 21,376 times as many: $V/6$, whatever $N$ and $t$ are.
 # 2. 2,868,903,936, 578,813,952 and 358,612,992 bytes. With tp alone 10 of the 34 bytes per value are not divided.
 # 3. The product $\mathrm{d}Y_r A_r^\top$, which gives $\mathrm{d}X$, does not need $X$ and can run during the
+# all-gather. The other, $X^\top \mathrm{d}Y_r$, needs what is being gathered. For the inputs of the column layers the
 # ledger sees $2w\,Nh/t$ instead of $2w\,Nh$ per layer. The counter sees two more all-gathers of $Nh\frac{t-1}{t}$
 # elements each.
-# 7. A rank has 2 heads of $q$ and needs one head of $k$ and $v$: $128 \times 4096$ elements of each matrix. $t/G = 2$
-# ranks hold the same copy. Each has seen only its own 2 of the 4 query heads that read it, so its gradient is a term:
 #
 # </details>
-#
 #
 # Tensor parallelism needs $t \le a$ heads, and a fast link to all $t$ ranks. To use more devices, cut the model
 # *between* layers. At each cut one rank sends the activations of a microbatch, $Nh$ elements, to one other rank, and
