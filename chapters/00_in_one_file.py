@@ -1047,9 +1047,10 @@ say("data parallelism and ZeRO 1: the gradient of one device within rounding, an
 #
 # **Where it goes on.** [9.1](09_3d_parallel.ipynb) lists the groups of a rank where three strategies are combined, and
 # 9.4 what is sent in each. Several steps are compared with one process in [4.7](04_data_parallel.ipynb) and
-# [7.5](07_pipeline.ipynb) bit for bit, in [6.10](06_tensor_parallel.ipynb) within rounding.
-# [6.4](06_tensor_parallel.ipynb) and 6.9 say which parameters are cut or whole and over which ranks their gradients are
-# summed, [7.7](07_pipeline.ipynb) what a tied head on another stage needs.
+# [7.5](07_pipeline.ipynb) bit for bit, in [6b.6](06b_vocabulary_and_memory.ipynb) within rounding.
+# [6b.1](06b_vocabulary_and_memory.ipynb) says which parameters are cut or whole,
+# [6.5](06_tensor_parallel.ipynb) over which ranks their gradients are summed, and
+# [7.7](07_pipeline.ipynb) what a tied head on another stage needs.
 #
 # **What does a simulation on one machine keep?** Ranks are processes here, and elsewhere in the course also threads
 # (`run_local`, [3.1](03_collectives.ipynb)). Both keep the values, the messages, the orders of sums and the deadlocks.

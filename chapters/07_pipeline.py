@@ -459,7 +459,7 @@ right = run.losses  # the same with every schedule
 # cut and direction, besides those of the tied embedding (7.7).
 #
 # With $N = BT$ that is $2Nh$ for each cut and microbatch, forward and backward together. Tensor parallelism sends
-# $8Nh\frac{t-1}{t}$ per rank in each *layer* (6.7): with $t = 8$ and four layers on a stage 14 times as much, and all
+# $8Nh\frac{t-1}{t}$ per rank in each *layer* (6.4): with $t = 8$ and four layers on a stage 14 times as much, and all
 # ranks wait for it. So pipelines go over the slow links.
 #
 # **The scale of the loss.** Each microbatch divides its summed loss by the count of the whole step, over all

@@ -244,9 +244,9 @@ if rank == 0:
 
 # %% [markdown]
 # Above, the symbols lie on one another. Below is what is left between them, in the parameters: rounding, some
-# $10^{-13}$ of an array's largest value, where `--verify` allows $10^{-9}$ (6.10). It has two causes. The single device
+# $10^{-13}$ of an array's largest value, where `--verify` allows $10^{-9}$ (6b.6). It has two causes. The single device
 # here takes the batch at once; the layouts cut it into parts and add those. And tp splits the sums inside the products
-# (chapter 6). dp 8 without ZeRO and with stage 3 have the same bits.
+# (chapter 6b). dp 8 without ZeRO and with stage 3 have the same bits.
 #
 # The first cause goes away if the single device adds the same parts in the same order: then every layout without tp has
 # its **bits**. `--verify` compares with that device. It judges the layout of this run's own ranks, over MPI:
@@ -498,7 +498,7 @@ if rank == 0:
 #
 # **What is random, by axis.** Weights are drawn for the serial model, with one seed on all ranks, and each keeps its
 # part. Samples differ along dp, and are the same along tp and pp. Dropout's masks differ with the sample, so along dp;
-# along tp they would be one mask where the activation is whole, and parts of one mask where it is cut (6.8).
+# along tp they would be one mask where the activation is whole, and parts of one mask where it is cut (6b.4).
 #
 # **On several hosts** nothing in the program changes; a launcher starts the ranks: `mpirun --hosts node1,node2 --ppn 4
 # -n 8 python -m minipar.train --dp 2 --tp 4` (MPICH), `--host node1:4,node2:4` (Open MPI), or `srun --nodes 2

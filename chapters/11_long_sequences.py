@@ -934,9 +934,9 @@ if rank == 0:
 #
 # Blockwise attention costs one more product in backward and saves the table: use it. The rest is a question of what is
 # too large. Per token a layer keeps about $34h$ bytes in 16 bit without the table of scores (Korthikanti et al. 2022;
-# chapter 6), or $2h$ if whole layers are recomputed, and then works on one layer's $34h$ at a time. In forward it takes
-# $24h^2$ operations per token in its matrices and $2Th$ in attention (half of the table): attention's share is $T/(T +
-# 12h)$. For a model like Llama 3 8B ($h = 4096$, 32 layers; an estimate, as its MLP and heads differ):
+# chapter 6b), or $2h$ if whole layers are recomputed, and then works on one layer's $34h$ at a time. In forward it
+# takes $24h^2$ operations per token in its matrices and $2Th$ in attention (half of the table): attention's share is
+# $T/(T + 12h)$. For a model like Llama 3 8B ($h = 4096$, 32 layers; an estimate, as its MLP and heads differ):
 
 # %%
 ESTIMATES = {2**13: (14, 37, 2, 1), 2**15: (40, 146, 9, 5), 2**17: (73, 584, 34, 18), 2**20: (96, 4673, 275, 146)}

@@ -577,7 +577,7 @@ elif rank == 0:
     show(plot_comparison(finding.ratios), "14_torch")
 
 # %% [markdown]
-# The forgotten all-reduce is f's, in backward (mistake 2 of chapter 6). Everything after the last column-parallel layer
+# The forgotten all-reduce is f's, in backward (mistake 2 of 6b.7). Everything after the last column-parallel layer
 # is right, and everything before it is not: the order of the causes of a single number could not say that. The two
 # programs share no line of forward or backward, and still agree within rounding in float32.
 #

@@ -1,4 +1,4 @@
-"""Exercise 9 (chapter 6): cross-entropy over a divided vocabulary.
+"""Exercise 9 (chapter 6b): cross-entropy over a divided vocabulary.
 
 Rank r has the logits of the tokens r V/t to (r + 1) V/t - 1, and nobody has all of them. The loss of a token is
 log(sum over all V of exp(logit)) - logit of the target. Logits of 1000 must not overflow: log sum exp(z) = c + log

@@ -1,4 +1,4 @@
-"""Exercise 25 (chapter 6): grouped queries, also on more ranks than groups.
+"""Exercise 25 (chapters/more/grouped_queries): grouped queries, also on more ranks than groups.
 
 A layer has a heads of q in G groups. Query head i reads head i G // a of k and of v. t ranks of tensor parallelism
 share the layer: t divides a, and either t divides G or G divides t. In the second case several ranks need the same head

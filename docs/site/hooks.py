@@ -18,7 +18,7 @@ SIDE_BY_SIDE = """
 def read_source(app, docname, source):
     """Mend notebooks, and link what pages name."""
     if Path(app.env.doc2path(docname)).suffix == ".ipynb":
-        source[0] = notebooks.notebook(source[0], int(Path(docname).name[:2]))
+        source[0] = notebooks.notebook(source[0], notebooks.chapter_of(Path(docname).name))
     elif docname == "chapters/exercises/README":
         source[0] = notebooks.exercise_table(source[0])
     elif docname == "docs/museum":
@@ -42,7 +42,7 @@ def read_document(app, document):
         link += node.children
         node.replace_self(link)
     if docname.startswith("chapters/0") or docname.startswith("chapters/1"):
-        describe_pictures(document, int(Path(docname).name[:2]))
+        describe_pictures(document, notebooks.chapter_of(Path(docname).name))
 
 
 def describe_pictures(document, chapter):

@@ -10,7 +10,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from notebooks import LISTING, ROOT, source_file
+from notebooks import LISTING, ROOT, chapter_of, source_file
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
@@ -100,7 +100,7 @@ def _chapters_of(file: str) -> str:
     """Return a paragraph of links to the chapters that show a part of a file."""
     up = "../" * page_name(file).count("/")
     links = [
-        f'<a href="{up}chapters/{chapter}.html">{chapter[:2].lstrip("0") or "0"}</a> ({html.escape(name)})'
+        f'<a href="{up}chapters/{chapter}.html">{chapter_of(chapter)}</a> ({html.escape(name)})'
         for name, chapters in shown_in_chapters().get(file, {}).items()
         for chapter in dict.fromkeys(chapters)
     ]

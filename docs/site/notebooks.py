@@ -20,18 +20,24 @@ PREFIX = re.compile(r"\[(?:stdout|output):\d+\] ?\n?")
 LISTING = re.compile(r"# ([\w.]+)\n")
 PLAIN_PARTS = re.compile(r"(```.*?```|`[^`]*`|\$[^$]*\$|\[[^\]]*\]\([^)]*\)|<a\b.*?</a>|<[^>]*>)", re.DOTALL)
 PAPER = re.compile(r"\barXiv\s(\d{4}\.\d{5})")
-CHAPTER = re.compile(r"\b([Cc]hapter) (\d{1,2})\b(?!\.\d)")
-SECTION = re.compile(r"\b([Ss]ection) (\d{1,2})\.(\d{1,2})\b")
+CHAPTER = re.compile(r"\b([Cc]hapter) (\d{1,2}b?)\b(?!\.\d)")
+SECTION = re.compile(r"\b([Ss]ection) (\d{1,2}b?)\.(\d{1,2})\b")
 EXERCISE = re.compile(r"\b([Ee]xercise) (\d{1,2})\b")
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
+def chapter_of(name: str) -> str:
+    """Return the number of a chapter as the text writes it, such as "6b", from its file's name; "" if it has none."""
+    match = re.match(r"0?(\d+b?)_", name)
+    return match[1] if match else ""
+
+
 @cache
-def chapters() -> dict[int, str]:
+def chapters() -> dict[str, str]:
     """Return the name of each chapter's notebook, by its number."""
-    return {int(path.name[:2]): path.name for path in sorted((ROOT / "chapters").glob("[0-9]*.ipynb"))}
+    return {chapter_of(path.name): path.name for path in sorted((ROOT / "chapters").glob("[0-9]*.ipynb"))}
 
 
 @cache
@@ -41,7 +47,7 @@ def exercises() -> dict[int, str]:
 
 
 @cache
-def sections(chapter: int) -> dict[int, str]:
+def sections(chapter: str) -> dict[int, str]:
     """Return the anchor of each numbered section of a chapter, as MyST makes it from the heading."""
     found = {}
     name = chapters().get(chapter)
@@ -56,20 +62,20 @@ def sections(chapter: int) -> dict[int, str]:
     return found
 
 
-def with_links(text: str, folder: str, own: int | None = None) -> str:
+def with_links(text: str, folder: str, own: str = "") -> str:
     """Make links of the papers, chapters, sections and exercises that Markdown names outside of code and of links.
 
     `folder` leads from the page to the chapters. `own` is the page's chapter, which gets no link to itself.
     """
 
     def chapter(match: re.Match[str]) -> str:
-        number = int(match[2])
+        number = match[2]
         if number == own or number not in chapters():
             return match[0]
         return f"[{match[0]}]({folder}{chapters()[number]})"
 
     def section(match: re.Match[str]) -> str:
-        number = int(match[2])
+        number = match[2]
         anchor = sections(number).get(int(match[3]))
         if anchor is None:
             return match[0]
@@ -110,10 +116,10 @@ def exercise_table(text: str) -> str:
 
     def row(match: re.Match[str]) -> str:
         words = match[2].replace("_", " ")
-        chapter = chapters()[int(match[3])]
+        chapter = chapters()[match[3]]
         return f"| [{match[1]}]({match[1]}_{match[2]}.py) {words} | [{match[3]}](../{chapter}) |"
 
-    return re.sub(r"^\| (e\d\d)_(\w+) \| (\d+) \|", row, text, flags=re.MULTILINE)
+    return re.sub(r"^\| (e\d\d)_(\w+) \| (\d+b?) \|", row, text, flags=re.MULTILINE)
 
 
 # ---- outputs ---------------------------------------------------------------------------------------------------------
@@ -153,7 +159,7 @@ def shown(output: dict) -> dict | None:
     return output
 
 
-def notebook(source: str, own: int) -> str:
+def notebook(source: str, own: str) -> str:
     """Return a chapter's notebook (JSON) as the site shows it."""
     content = json.loads(source)
     for cell in content["cells"]:
@@ -218,10 +224,10 @@ def drawn_by(code: str) -> list[tuple[str, str]]:
     return names
 
 
-def alternative(function: str, picture: str, chapter: int, heading: str) -> str:
+def alternative(function: str, picture: str, chapter: str, heading: str) -> str:
     """Return a sentence that says what a picture shows: the purpose of the function that draws it."""
     candidates = purposes().get(function, [])
-    near = [sentence for path, sentence in candidates if f"/ch{chapter:02d}/" in path]
+    near = [sentence for path, sentence in candidates if f"/ch{chapter.rstrip('b').zfill(2)}/" in path]
     sentence = next(iter(near + [sentence for _, sentence in candidates]), "")
     sentence = re.sub(r"^(Draw|Plot) ", "", sentence)
     sentence = re.sub(r"[,:]? *\{[^}]*\}+[^.;]*", "", sentence)  # the form of its arguments

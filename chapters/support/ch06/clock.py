@@ -1,4 +1,4 @@
-"""Time the sums of a small tensor-parallel GPT on the model clock, where products cost nothing (section 6.11)."""
+"""Time the sums of a small tensor-parallel GPT on the model clock, where products cost nothing (section 6.6)."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Show that the gradient of a head which several ranks copy is the sum of the copies' gradients (problem 7 of 6.14)."""
+"""Show that the gradient of a head that several ranks copy is the sum of the copies' gradients (grouped queries)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ def copies_sum_to_the_gradient(
 ) -> bool:
     """Tell whether the copies' gradients of k and v add up to one device's, and none of them is it by itself.
 
-    grouped_attention  section 6.4's; all ranks are computed in this process
+    grouped_attention  plain.py's; all ranks are computed in this process
     x                  the tokens (T, h)
     """
     random = np.random.default_rng(7)

@@ -1,4 +1,4 @@
-"""Draw for chapter 6: cut matrices, heads, logits (6.1, 6.4, 6.5), blocks (6.3, 6.9), memory, links and mistakes."""
+"""Draw for chapters 6 and 6b: cut matrices, blocks and links (6), logits, memory and mistakes (6b), grouped heads."""
 
 from collections.abc import Mapping, Sequence
 

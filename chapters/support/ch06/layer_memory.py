@@ -1,4 +1,4 @@
-"""Measure, for section 6.9, the activations that one layer keeps for backward, with the library's ledger."""
+"""Measure, for section 6b.5, the activations that one layer keeps for backward, with the library's ledger."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Plant five mistakes in tensor parallelism, and run the checks that may notice them (section 6.12).
+"""Plant five mistakes in tensor parallelism, and run the checks that may notice them (section 6b.7).
 
 A mistake is a context in which one function or class of the library is replaced by a wrong one. A process enters it
 once: ranks that are threads enter it together.

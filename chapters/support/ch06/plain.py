@@ -1,4 +1,4 @@
-"""Chapter 6 on plain arrays: grouped attention, and the MLP summed over ranks with and without leaves."""
+"""Compute on plain arrays: gelu and attention (chapter 6), grouped attention, an MLP with and without leaves."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,6 +16,18 @@ def gelu_array(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     s = np.sqrt(2 / np.pi)
     tanh = np.tanh(s * (x + 0.044715 * x**3))
     return x * (1 + tanh) / 2, (1 + tanh) / 2 + x / 2 * (1 - tanh**2) * s * (1 + 3 * 0.044715 * x**2)
+
+
+def attention_array(qkv: np.ndarray, heads: int, tokens: int) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+    """Return causal attention of q, k and v side by side, in samples of so many tokens, and its backward."""
+    whole = Tensor(qkv.reshape(-1, tokens, qkv.shape[1]), requires_grad=True)
+    y = causal_attention(whole, heads)
+
+    def backward(dy: np.ndarray) -> np.ndarray:
+        y.backward(dy.reshape(y.shape))
+        return whole.grad.reshape(qkv.shape)
+
+    return y.data.reshape(len(qkv), -1), backward
 
 
 def grouped_attention(

@@ -1,4 +1,4 @@
-"""Join a tensor-parallel GPT's gradients and compare them with one device (sections 6.6 and 6.9)."""
+"""Join a tensor-parallel GPT's gradients and compare them with one device (section 6b.3)."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -19,7 +19,7 @@ SMALL, MIDDLE, LARGE = "megatron-7.5b", "llama-2-70b", "megatron-1t"
 SHORT = {SMALL: "7.5B", MIDDLE: "70B", LARGE: "1T"}
 LENGTH = {SMALL: 2048, MIDDLE: 4096, LARGE: 2048}  # tokens per sample, as they were trained
 BATCH = {SMALL: 2048, MIDDLE: 1024, LARGE: 3072}  # samples of the global batch
-# With sequence parallelism wherever there is tp. The planner tries both: without it backward waits for less (6.9), but
+# With sequence parallelism wherever there is tp. The planner tries both: without it backward waits for less (6.5), but
 # here it wins nowhere, and the search takes twice as long.
 ASK = SearchSpace(sequence_parallel=True)
 

@@ -21,7 +21,7 @@ CHAPTERS = sorted((notebooks.ROOT / "chapters").glob("[0-9]*.ipynb"))
 
 
 def cells(path):
-    return json.loads(notebooks.notebook(path.read_text(encoding="utf-8"), int(path.name[:2])))["cells"]
+    return json.loads(notebooks.notebook(path.read_text(encoding="utf-8"), notebooks.chapter_of(path.name)))["cells"]
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
@@ -40,20 +40,20 @@ def test_each_picture_of_a_chapter_has_a_sentence(path):
         drawn = notebooks.drawn_by("".join(cell["source"]))
         assert len(drawn) == len(pictures)
         for function, name in drawn:
-            sentence = notebooks.alternative(function, name, int(path.name[:2]), "A section")
+            sentence = notebooks.alternative(function, name, notebooks.chapter_of(path.name), "A section")
             assert len(sentence.split()) > 6 and sentence.endswith(".")
 
 
 def test_papers_chapters_sections_and_exercises_are_links():
-    text = "(Li 2020, arXiv 2006.15704, section 3.2; chapter 5). See `chapter 5`, exercise 8.\n## 3.2 chapter 5"
-    linked = notebooks.with_links(text, "", own=3)
+    text = "(Li, arXiv 2006.15704, section 3.2; chapter 5). `chapter 5`, exercise 8.\n## 3.2 chapter 5\nSection 6b.3"
+    linked = notebooks.with_links(text, "", own="3")
     assert "[arXiv 2006.15704](https://arxiv.org/abs/2006.15704), section 3.2" in linked
     assert "[chapter 5](05_zero.ipynb)" in linked and "`chapter 5`" in linked and "## 3.2 chapter 5" in linked
-    assert "[exercise 8](exercises/e08_column_row_layers.py)" in linked
-    assert notebooks.with_links("section 5.1", "", own=3) == f"[section 5.1](05_zero.ipynb#{notebooks.sections(5)[1]})"
+    assert "[exercise 8](exercises/e08_column_row_layers.py)" in linked and "ipynb#6b3-the-proof)" in linked
+    assert notebooks.with_links("section 5.1", "") == f"[section 5.1](05_zero.ipynb#{notebooks.sections('5')[1]})"
     kept = '<a href="x.html">Read\nchapter 0</a> [chapter 5](x.md)'
-    assert notebooks.with_links(kept, "", own=3) == kept
-    assert notebooks.with_links("chapter 3, chapter 99", "", own=3) == "chapter 3, chapter 99"
+    assert notebooks.with_links(kept, "", own="3") == kept
+    assert notebooks.with_links("chapter 3, chapter 99", "", own="3") == "chapter 3, chapter 99"
 
 
 def test_the_table_of_exercises_has_links():
