@@ -11,7 +11,7 @@ cuts nothing, and every rank has the whole parameter.
 
 Graded for moves among dp 1 to 3 and tp 1 to 8: the parts, bit for bit; that a piece is read once at most, and only if
 the rank needs an element of it; a ValueError if an element of the rank's part is in no piece, before or after the
-others are read. (6.4 cuts a part out of a whole parameter.)
+others are read. (Chapter 6 cuts a part out of a whole parameter.)
 """
 
 from collections.abc import Callable, Sequence
