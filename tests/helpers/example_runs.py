@@ -27,6 +27,6 @@ def losses_on_threads(name, ranks, old, new, capsys):
 
 
 def losses_of_processes(ranks, names):
-    results = run_each(ranks, [[str(EXAMPLES / f"{name}.py")] for name in names], timeout=120)
+    results = run_each(ranks, [[str(EXAMPLES / f"{name}.py")] for name in names], timeout=300)
     assert [result.stderr for result in results if result.returncode] == []
     return {name: losses(result.stdout) for name, result in zip(names, results, strict=True)}
