@@ -50,7 +50,8 @@ def test_links_lead_to_files_and_headings(name):
         file = (ROOT / name).parent / path if path else ROOT / name
         if not file.exists() or (place and place not in anchors(file)):
             missing.append(target)
-    assert missing == []
+    used = re.findall(r"\| \[([\d.]+)\] \|$", text(name), re.MULTILINE)
+    assert missing == [] and {f"\n[{number}]: " for number in used} <= set(re.findall(r"\n\[[\d.]+\]: ", text(name)))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

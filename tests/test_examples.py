@@ -1,33 +1,32 @@
-"""Claims about docs/examples: each script is short, and trains on many ranks what it trains on one."""
-
-from pathlib import Path
+"""Claims about docs/examples: scripts are short, and train on many ranks what one device trains."""
 
 import pytest
-from example_runs import EXAMPLES, losses_of
+from example_runs import EXAMPLES, losses_on_threads
+from ladder import LADDER, README, with_differences
 
-RUNS = (  # a script, ranks, arguments; release/ has the others
-    ("ddp", 3, ()),  # 8 samples: the ranks' shares differ
-    ("zero", 3, ("3",)),
-    ("tensor", 4, ()),
-    ("context", 4, ()),
-    ("expert", 4, ()),
-    ("pipeline", 2, ()),
-)
+LLAMA = ("mp.GPT(CONFIG", "mp.Llama(mp.LlamaConfig(256, 32, 96, 2, 4)")
+HYBRID = ("(model, world)", "(model, mp.HybridComm(world, 2))")
+RUNS = [(after, ranks, "", "") for _, after, ranks, _ in LADDER]
+RUNS += [("ddp", 3, "", ""), ("zero", 3, "stage=2", "stage=1"), ("fsdp", 4, *HYBRID), ("tensor", 4, *LLAMA)]
+RUNS += [("context", 2, "ring", "all-gather"), ("context", 4, "ring", "ulysses"), ("expert", 4, "", "")]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_an_example_trains_what_one_device_trains(run):
-    many, one = losses_of(RUNS)[run]
+@pytest.mark.parametrize(("name", "ranks", "old", "new"), RUNS)
+def test_an_example_trains_what_one_device_trains(name, ranks, old, new, capsys):
+    many = losses_on_threads(name, ranks, old, new, capsys)
+    one = losses_on_threads("expert" if name == "expert" else "serial", 1, old, new, capsys)
+    assert old in (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     assert len(many) == len(one) == 20 and one[-1] < one[0]
-    assert many == pytest.approx(one, rel=2e-5)  # float32, printed with six decimals
+    assert many == pytest.approx(one, rel=1e-9)
 
 
-def test_an_example_has_at_most_40_lines():
-    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert {name: length for name, length in lengths.items() if length > 40} == {}
+def test_readme_has_the_last_loss_and_the_differences(capsys):
+    text = README.read_text(encoding="utf-8")
+    assert f"{losses_on_threads('serial', 1, '', '', capsys)[-1]:.9f}" in text
+    assert text == with_differences(text)
 
 
-def test_every_example_is_run():
-    here = Path(__file__)
-    tables = "".join(path.read_text(encoding="utf-8") for path in (here, here.parent / "release" / here.name))
-    assert [path.stem for path in EXAMPLES.glob("*.py") if f'("{path.stem}", ' not in tables] == []
+def test_an_example_has_at_most_40_lines_and_is_in_readme():
+    text = README.read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert f"]({path.name})" in text and len(path.read_text(encoding="utf-8").splitlines()) <= 40, path.name

@@ -10,7 +10,6 @@ def pytest_terminal_summary(terminalreporter):
         return
     terminalreporter.section(f"{sum(report.passed for report in lines.values())} of {len(lines)} exercises solved")
     for name, report in sorted(lines.items()):
-        score = dict(report.user_properties).get("score")
-        solved = f"solved: {score}" if score else "solved"
+        solved = f"solved: {dict(report.user_properties).get('reached')}"
         text = solved if report.passed else report.longreprtext.strip().replace("\n", "\n" + " " * 28)
         terminalreporter.write_line(f"{name:28}{text}", green=report.passed)

@@ -2,7 +2,7 @@
 
 A grader is a module `graders/eNN_name.py` with a function `grade(solution)`, where `solution` is the module with the
 reader's code. It returns if everything is right (in exercises with a score, the score in words), and raises a Hint that
-names the mistake otherwise.
+names the mistake otherwise. `SOLVED` says in one sentence what a right solution has reached.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ def test_exercise(name, record_property):
     grader = importlib.import_module(f"chapters.exercises.graders.{name}")
     hint = ""
     try:
-        record_property("score", grader.grade(solution) or "")
+        score = grader.grade(solution)
+        record_property("reached", f"{score}. {grader.SOLVED}" if score else grader.SOLVED)
     except Hint as error:
         hint = str(error)
     if hint:

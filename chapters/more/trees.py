@@ -124,7 +124,8 @@ if rank == 0:
 # The library's `algorithm="tree"` is another thing. Only its additions have the order of a tree. It sends what
 # `ordered` sends: each rank's chunk $j$ goes to rank $j$ directly. Rank $j$ adds the contributions in pairs, $((a_0 +
 # a_1) + (a_2 + a_3)) + \dots$. These are the bits of recursive doubling with the bytes of the ring.
-# [Section 6.6](../06_tensor_parallel.ipynb) needs this order: with it 1, 2, 4 and 8 ranks have the same bits.
+# [Trees in tensor parallelism](trees_in_tensor_parallel.ipynb) needs this order: with it 1, 2, 4
+# and 8 ranks have the same bits.
 
 
 # %%

@@ -4,33 +4,33 @@ import numpy as np
 
 import minipar as mp
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 6}
+CONFIG = mp.MixtralConfig(vocab_size=256, num_attention_heads=4, num_key_value_heads=2, **SIZES)
 
-def batches(rank, ranks, steps=20):
-    """Yield this rank's share of 8 samples per step: inputs and targets, (8 / ranks, 16) tokens each."""
-    with open(np.__file__, "rb") as file:
-        text = np.frombuffer(file.read(), np.uint8).astype(np.int64)
-    random = np.random.default_rng(0)
-    for _ in range(steps):
-        rows = text[random.integers(0, len(text) - 17, 8)[:, None] + np.arange(17)]
-        own = np.array_split(rows, ranks)[rank]
-        yield own[:, :-1], own[:, 1:]
+
+def batches(steps=20):
+    """Yield inputs and targets of 8 samples, (8, 16) tokens each; a sample counts upwards from a random byte."""
+    for step in range(steps):
+        start = np.random.default_rng(step).integers(256, size=(8, 1))
+        tokens = (start + np.arange(17)) % 256
+        yield tokens[:, :-1], tokens[:, 1:]
 
 
 def main(world):
     mesh = mp.DeviceMesh(world, dp=world.size, ep=min(2, world.size))  # pairs of ranks share the experts
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 6}
-    model = mp.Mixtral(mp.MixtralConfig(vocab_size=256, hidden_size=32, intermediate_size=48, **sizes))
+    model = mp.Mixtral(CONFIG, dtype="float64")
     experts = mp.expert_parallel(model, mesh.ep, mesh.edp)  # in place: keeps this rank's experts
     groups = experts.groups(mesh.dp_cp)  # experts are summed over mesh.edp, all else over all ranks
     ddp = mp.DistributedDataParallel(model, mesh.dp_cp, groups=groups)
     optimizer = mp.AdamW(ddp.parameters(), lr=1e-2)
-    for x, y in batches(world.rank, world.size):
-        loss = ddp.loss(x, y)  # the mean over the tokens of all ranks
+    for x, y in batches():
+        own = slice(world.rank, None, world.size)  # this rank's samples
+        loss = ddp.loss(x[own], y[own])  # the mean over the tokens of all ranks
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if world.rank == 0:
-            print(f"loss {loss.item():.6f}")
+            print(f"loss {loss.item():.12f}")
 
 
 if __name__ == "__main__":

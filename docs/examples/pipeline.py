@@ -1,37 +1,37 @@
-"""A pipeline of stages of one's own: mpirun -n 2 python docs/examples/pipeline.py (1 or 2 ranks)"""
+"""Pipeline parallelism, two stages: mpirun -n 2 python docs/examples/pipeline.py"""
+
+from functools import partial
 
 import numpy as np
+from halves import First, Last
 
 import minipar as mp
 
-
-class First(mp.Module):
-    def __init__(self, mesh):
-        self.embedding, self.up = mp.Embedding(10, 32, name="embedding"), mp.Linear(32, 64, name="up")
-
-    def forward(self, tokens):
-        return mp.gelu(self.up(self.embedding(tokens)))  # (B, T, 64)
+CONFIG = mp.GPTConfig(vocab_size=256, n_positions=16, n_embd=32, n_layer=4, n_head=4)
 
 
-class Last(mp.Module):
-    def __init__(self, mesh):
-        self.norm, self.head = mp.LayerNorm(64), mp.Linear(64, 10, name="head")
-
-    def loss_sum(self, x, y):
-        return mp.cross_entropy_sum(self.head(self.norm(x)), y)
+def batches(steps=20):
+    """Yield inputs and targets of 8 samples, (8, 16) tokens each; a sample counts upwards from a random byte."""
+    for step in range(steps):
+        start = np.random.default_rng(step).integers(256, size=(8, 1))
+        tokens = (start + np.arange(17)) % 256
+        yield tokens[:, :-1], tokens[:, 1:]
 
 
 def main(world):
-    mesh = mp.DeviceMesh(world, pp=world.size)
-    model = mp.PipelineModule([First, Last], mesh, num_microbatches=4, schedule="1f1b")
+    mesh = mp.DeviceMesh(world, pp=2)
+    gpt = mp.GPT(CONFIG, dtype="float64")
+    stages = [partial(First, gpt), partial(Last, gpt)]
+    model = mp.PipelineModule(stages, mesh, num_microbatches=4, schedule="1f1b")
+    tied = model.stage0.wte.weight if mesh.pp.rank == 0 else model.stage1.head.weight
     optimizer = mp.AdamW(model.parameters(), lr=1e-2)
-    for step in range(20):  # the task: the token after t is t + 1 modulo 10
-        x = np.random.default_rng(step).integers(0, 10, (8, 16))
-        loss = model(x, (x + 1) % 10)  # forward and backward of all microbatches
+    for x, y in batches():
+        loss = model(x, y)  # forward and backward of all microbatches
+        mesh.pp.all_reduce(tied.grad)  # both stages have this matrix: its gradient is the sum of the two
         optimizer.step()
         optimizer.zero_grad()
         if world.rank == 0:
-            print(f"loss {loss.item():.6f}")
+            print(f"loss {loss.item():.12f}")
 
 
 if __name__ == "__main__":

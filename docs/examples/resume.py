@@ -3,7 +3,7 @@
 import tempfile
 
 import numpy as np
-from three_d import Stage0, Stage1
+from stages import Stage0, Stage1
 
 import minipar as mp
 

@@ -1,39 +1,39 @@
-"""3D parallelism with stages of one's own: mpirun -n 16 python docs/examples/three_d.py (or 1 rank)"""
+"""3D parallelism with ZeRO stage 1: mpirun -n 8 python docs/examples/three_d.py"""
+
+from functools import partial
 
 import numpy as np
+from halves import First, Last
 
 import minipar as mp
 
-
-class Stage0(mp.Module):
-    def __init__(self, mesh):
-        self.embedding = mp.VocabParallelEmbedding(12, 32, mesh.tp, name="embedding")
-        self.up = mp.ColumnParallelLinear(32, 128, mesh.tp, name="up")
-        self.down = mp.RowParallelLinear(128, 32, mesh.tp, name="down")
-
-    def forward(self, tokens):
-        return self.down(mp.gelu(self.up(self.embedding(tokens))))  # (B, T, 128/tp) inside, then (B, T, 32)
+CONFIG = mp.GPTConfig(vocab_size=256, n_positions=16, n_embd=32, n_layer=4, n_head=4)
 
 
-class Stage1(mp.Module):
-    def __init__(self, mesh):
-        self.norm, self.head = mp.LayerNorm(32), mp.ColumnParallelLinear(32, 12, mesh.tp, name="head", bias=False)
-
-    def loss_sum(self, x, y):
-        return mp.vocab_parallel_cross_entropy_sum(self.head(self.norm(x)), y, self.head.group)
+def batches(steps=20):
+    """Yield inputs and targets of 8 samples, (8, 16) tokens each; a sample counts upwards from a random byte."""
+    for step in range(steps):
+        start = np.random.default_rng(step).integers(256, size=(8, 1))
+        tokens = (start + np.arange(17)) % 256
+        yield tokens[:, :-1], tokens[:, 1:]
 
 
 def main(world):
-    mesh = mp.DeviceMesh(world, dp=2, tp=4, pp=2) if world.size == 16 else mp.DeviceMesh(world)
-    model = mp.PipelineModule([Stage0, Stage1], mesh, num_microbatches=8, schedule="1f1b")
-    optimizer = mp.ZeroOptimizer(model.parameters(), mp.AdamW, mesh.dp, lr=1e-2)
-    for step in range(20):  # the task: the token after t is t + 1 modulo 12
-        x = np.random.default_rng(step).integers(0, 12, (16, 8))[mesh.dp.rank :: mesh.dp.size]
-        loss = model(x, (x + 1) % 12)  # forward and backward of all microbatches, across all stages
-        optimizer.step()  # sums gradients over dp, updates this rank's shard, gathers parameters
+    mesh = mp.DeviceMesh(world, dp=2, tp=2, pp=2)
+    gpt = mp.GPT(CONFIG, dtype="float64")
+    mp.tensor_parallel(gpt, mesh.tp)  # in place: parameters become this rank's columns and rows
+    stages = [partial(First, gpt), partial(Last, gpt)]
+    model = mp.PipelineModule(stages, mesh, num_microbatches=4, schedule="1f1b")
+    tied = model.stage0.wte.weight if mesh.pp.rank == 0 else model.stage1.head.weight
+    optimizer = mp.ZeroOptimizer(model.parameters(), mp.AdamW, mesh.dp, lr=1e-2)  # step() sums gradients over dp
+    for x, y in batches():
+        own = slice(mesh.dp.rank, None, mesh.dp.size)  # this replica's samples
+        loss = model(x[own], y[own])  # forward and backward of all microbatches
+        mesh.pp.all_reduce(tied.grad)  # both stages have this matrix: its gradient is the sum of the two
+        optimizer.step()
         optimizer.zero_grad()
         if world.rank == 0:
-            print(f"loss {loss.item():.6f}")
+            print(f"loss {loss.item():.12f}")
 
 
 if __name__ == "__main__":

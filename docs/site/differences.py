@@ -1,6 +1,7 @@
 """The examples side by side: what changes in a program from one strategy to the next."""
 
 import html
+import sys
 from difflib import SequenceMatcher
 from itertools import zip_longest
 
@@ -9,36 +10,20 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-# ddp.py without its wrapper: a program for one device, which has no file of its own.
-WITHOUT_WRAPPER = {
-    "Data parallelism. One device: python docs/examples/ddp.py. Four ranks: mpirun -n 4 python docs/examples/ddp.py": (
-        "One device."
-    ),
-    "    ddp = mp.DistributedDataParallel(model, world)\n": "",
-    "ddp.parameters()": "model.parameters()",
-    "ddp.loss(x, y)  # the mean over the tokens of all ranks": "model.loss(x, y)",
-}
+sys.path.append(str(ROOT / "docs" / "examples"))
+
+from ladder import LADDER
+
 PAIRS = (
-    ("one_device", "ddp", "One device becomes data parallelism: a wrapper, whose loss and parameters are used."),
-    ("ddp", "zero", "Data parallelism becomes ZeRO: the wrapper changes, and nothing else that trains."),
-    ("ddp", "tensor", "Data becomes tensor parallelism: every rank has the whole batch and a part of each layer."),
-    ("tensor", "context", "Layers that are cut become sequences that are cut."),
-    ("tensor", "expert", "A layer that is cut becomes experts that are shared out."),
-    ("pipeline", "three_d", "A pipeline of two stages becomes dp 2 x tp 4 x pp 2, with ZeRO."),
-    ("three_d", "resume", "The same with a schedule of the learning rate, clipping, saving and resuming."),
+    *((before, after, sentence) for before, after, _, sentence in LADDER),
+    ("ddp", "expert", "A Mixtral takes GPT's place, and its experts are shared out."),
+    ("stages", "resume", "The same with a schedule of the learning rate, clipping, saving and resuming."),
 )
 
 
 def source(name: str) -> str:
-    """Return the text of an example, or of ddp.py without its wrapper."""
-    if name != "one_device":
-        return (ROOT / "docs" / "examples" / f"{name}.py").read_text(encoding="utf-8")
-    text = source("ddp")
-    for old, new in WITHOUT_WRAPPER.items():
-        if text.count(old) != 1:
-            raise ValueError(f"ddp.py has no longer one {old!r}")
-        text = text.replace(old, new)
-    return text
+    """Return the text of an example."""
+    return (ROOT / "docs" / "examples" / f"{name}.py").read_text(encoding="utf-8")
 
 
 def rows(before: list[str], after: list[str]) -> list[tuple[str, str, str]]:

@@ -8,6 +8,7 @@ import threading
 import types
 
 import pytest
+from chapter_code import script_of
 from exercises.mistakes import MISTAKES
 from launcher import ROOT
 
@@ -39,7 +40,8 @@ def solution_of(exercise):
 
 def test_each_exercise_has_a_solution_and_mistakes():
     assert names() == sorted(path.stem for path in SOLUTIONS.glob("e*.py"))
-    assert {mistake.exercise for mistake in MISTAKES} == {name[:3] for name in names()}
+    assert list(MISTAKES) == [name[:3] for name in names()]
+    assert min(map(len, MISTAKES.values())) >= 2
 
 
 @pytest.mark.parametrize("name", names())
@@ -55,12 +57,23 @@ def test_the_skeleton_fails_and_says_that_it_is_empty(name):
         )
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake.exercise} {mistake.hint}")
-def test_a_mistake_gets_its_own_hint(mistake):
-    name, source = solution_of(mistake.exercise)
-    assert mistake.old in source
-    with pytest.raises(Hint, match=re.escape(mistake.hint)):
-        grade(name, source.replace(mistake.old, mistake.new))
+@pytest.mark.parametrize(("exercise", "old", "new", "hint"), [(key, *row) for key in MISTAKES for row in MISTAKES[key]])
+def test_a_mistake_gets_its_own_hint(exercise, old, new, hint):
+    name, source = solution_of(exercise)
+    assert old in source
+    with pytest.raises(Hint, match=re.escape(hint)):
+        grade(name, source.replace(old, new))
+
+
+def test_a_solved_exercise_names_a_section_that_exists(monkeypatch):
+    reached = {name: importlib.import_module(f"chapters.exercises.graders.{name}").SOLVED for name in names()}
+    for chapter, number in re.findall(r"section (\d+)\.(\d+)", " ".join(reached.values())):
+        assert f"\n# ## {chapter}.{number} " in script_of(f"{int(chapter):02}")
+    name, source = solution_of("e02")
+    monkeypatch.setitem(sys.modules, f"chapters.exercises.{name}", module_of(name, source))
+    found = {}
+    run_exercise(name, found.__setitem__)
+    assert found == {"reached": reached[name]}
 
 
 def test_known_schedules_have_their_scores():

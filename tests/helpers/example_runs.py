@@ -1,24 +1,32 @@
-"""Runs of the scripts of docs/examples, all of one number of ranks in one job."""
+"""Runs of the scripts of docs/examples: as threads of this process, or all of one number of ranks in one job."""
 
-from functools import cache
+import sys
+from functools import partial
 from pathlib import Path
 
+import pytest
 from launcher import run_each
 
+import minipar
+
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+sys.path.append(str(EXAMPLES))  # scripts import halves.py
 
 
-@cache
-def losses_of(runs):
-    """Run each (name, ranks, arguments), and on one rank with its first argument; return the losses of both by run."""
-    jobs = {(name, ranks, arguments) for name, ranks, arguments in runs}
-    jobs |= {(name, 1, arguments[:1]) for name, _, arguments in runs}
-    printed = {}
-    for size in sorted({ranks for _, ranks, _ in jobs}):
-        chosen = sorted(job for job in jobs if job[1] == size)
-        commands = [[str(EXAMPLES / f"{name}.py"), *arguments] for name, _, arguments in chosen]
-        for job, result in zip(chosen, run_each(size, commands, timeout=120), strict=True):
-            assert result.returncode == 0, result.stderr
-            lines = [line for line in result.stdout.splitlines() if line.startswith("loss")]
-            printed[job] = [float(line.split()[1]) for line in lines]
-    return {run: (printed[run], printed[run[0], 1, run[2][:1]]) for run in runs}
+def losses(printed):
+    return [float(line.split()[1]) for line in printed.splitlines() if line.startswith("loss")]
+
+
+def losses_on_threads(name, ranks, old, new, capsys):
+    """Return what an example prints, with some of its text replaced, on so many threads."""
+    program = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").replace(old, new)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(minipar, "launch", partial(minipar.launch, threads=ranks))
+        exec(compile(program, name, "exec"), {"__name__": "__main__"})
+    return losses(capsys.readouterr().out)
+
+
+def losses_of_processes(ranks, names):
+    results = run_each(ranks, [[str(EXAMPLES / f"{name}.py")] for name in names], timeout=300)
+    assert [result.stderr for result in results if result.returncode] == []
+    return {name: losses(result.stdout) for name, result in zip(names, results, strict=True)}

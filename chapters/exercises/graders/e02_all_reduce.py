@@ -2,8 +2,10 @@
 
 import numpy as np
 
-from chapters.exercises.grading import Hint, expect, on_ranks, random, require
+from chapters.exercises.grading import Hint, expect, on_ranks, random, require, same
 from minipar.comm import chunk_bounds
+
+SOLVED = "You sent 2n(p-1)/p elements, the least possible for an all-reduce; section 3.3 proves it."
 
 
 def grade(solution):
@@ -23,6 +25,17 @@ def grade_gather(solution, ranks, size):
         where = f"all_gather, rank {rank} of {ranks}, {size} elements"
         arrival = np.concatenate([whole[slice(*bounds[(rank - k) % ranks])] for k in range(ranks)])
         own_first = np.concatenate([whole[slice(*bounds[(rank + k) % ranks])] for k in range(ranks)])
+        if same(result[slice(*bounds[rank])], whole[slice(*bounds[rank])]):
+            ahead = slice(*bounds[rank - 1])
+            is_first_round = ranks > 2 and same(result[ahead], whole[ahead]) and not same(result, whole)
+            hint = (
+                "only your left neighbour's chunk is right: from the second round on send what arrived in the last one"
+            )
+            require(not is_first_round or same(np.sort(result), whole), f"{where}: {hint}")
+        else:
+            kept = np.delete(np.arange(size), np.arange(*bounds[rank]))
+            is_missing = np.shape(result) == (size,) and same(result[kept], whole[kept])
+            require(not is_missing, f"{where}: your own chunk is missing: copy it to its place")
         hint = "the chunks stand in the order of their arrival: chunk r belongs at chunk_bounds(n, p)[r]"
         expect(result, whole, where, {hint: (arrival, own_first)})
         if size % ranks == 0:
@@ -40,6 +53,9 @@ def grade_reduce(solution, ranks, size):
         mistakes = {
             "the values are right, but the shape of x is lost": total[0],
             "this is your own x: nothing was added": arrays[rank],
+            "these are the ranks' own chunks: reduce-scatter x before you gather": np.concatenate(
+                [arrays[r][:, slice(*chunk_bounds(size, ranks)[r])] for r in range(ranks)], axis=1
+            ),
         }
         expect(result, total, where, mistakes)
     if any(result.tobytes() != results[0][0].tobytes() for result, _ in results):

@@ -3,6 +3,7 @@
 from chapters.exercises.grading import Hint, NotWritten, expect, on_ranks, random, require
 
 SIZE = 6
+SOLVED = "A rank sends at most lg p + 1 messages, where the ring sends 2(p-1) of n/p elements each (section 3.4)."
 
 
 def grade(solution):
@@ -36,8 +37,11 @@ def grade(solution):
                 "this is your own x: a rank that is left over must receive the result at the end": arrays[rank],
                 f"the sum of the first {power} ranks only: the ranks that are left over are not counted": pairs,
             }
+            if ranks == 2:
+                mistakes["this is your partner's x: add what arrives to what you have"] = arrays[1 - rank]
             if ranks == power and ranks > 2:
                 first = arrays[rank] + sum(arrays[rank ^ 1 << k] for k in range(power.bit_length() - 1))
+                mistakes["all is counted twice: the distances double from round to round, 1, 2, 4"] = 2 * sum(arrays)
                 mistakes["you send x in every round: send the running sum"] = first
             expect(result, sum(arrays), where, mistakes)
             require(unchanged, f"{where}: x has changed, or is the result; add into an array of your own")

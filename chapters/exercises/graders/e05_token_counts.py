@@ -5,6 +5,7 @@ import numpy as np
 from chapters.exercises.grading import expect, on_ranks, random, require
 
 TOKENS = ((100, 30), (28, 5), (0, 0), (7, 0), (64, 64))
+SOLVED = "Each token weighs the same, whichever rank and microbatch it is in (section 4.6)."
 
 
 def mean(gradients, tokens):
@@ -46,6 +47,14 @@ def grade(solution):
                     )
                     / ranks,
                     "this is the gradient of the sum: divide it by the tokens of all ranks": gradients.sum((0, 1)),
+                    "divided by the microbatches once more: the tokens of all of them are counted already": mean(
+                        gradients.reshape(-1, 4), tokens.reshape(-1)
+                    )
+                    / tokens.shape[1],
+                    "this is divided by the number of microbatches: divide by the number of tokens": gradients.sum(
+                        (0, 1)
+                    )
+                    / tokens.size,
                     "these are this rank's tokens only: sum gradients and counts over the ranks": own[rank],
                     "the gradients are summed over the ranks, but divided by this rank's tokens": gradients.sum((0, 1))
                     / max(tokens[rank].sum(), 1),

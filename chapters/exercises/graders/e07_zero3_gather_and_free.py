@@ -8,6 +8,7 @@ from chapters.exercises.grading import RingCommunicator, expect, on_ranks, rando
 from minipar.comm import chunk_bounds
 
 HIDDEN, LAYERS, SAMPLES = 4, 5, 3
+SOLVED = "Two whole weights are alive at most, for 3/2 of the bytes of data parallelism (section 5.4)."
 
 
 class LedgerCommunicator(RingCommunicator):
@@ -31,16 +32,16 @@ class LedgerCommunicator(RingCommunicator):
         self.alive -= 1
 
 
-def one_device(weights, x, target):
-    """Return the gradients of one rank's loss."""
+def one_device(weights, x, target, slope=True, back=np.transpose, passes=True):
+    """Return the gradients of one rank's loss. The keywords are mistakes, if they are others."""
     inputs = [x]
     for weight in weights:
         inputs.append(np.tanh(inputs[-1] @ weight))
     g, result = inputs[-1] - target, []
     for weight, before, y in zip(weights[::-1], inputs[-2::-1], inputs[:0:-1], strict=True):
-        u = g * (1 - y * y)
+        u = g * (1 - y * y) if slope else g
         result.append((before.T @ u).reshape(-1))
-        g = u @ weight.T
+        g = u @ back(weight) if passes else g
     return result[::-1]
 
 
@@ -51,6 +52,12 @@ def grade(solution):
         weights = [random(layer).normal(size=(HIDDEN, HIDDEN)) / 2 for layer in range(LAYERS)]
         batches = [random(9, rank).normal(size=(2, SAMPLES, HIDDEN)) for rank in range(ranks)]
         each = [one_device(weights, *batch) for batch in batches]
+        wrong = {
+            "the slope of tanh is missing: u = g * (1 - y * y)": {"slope": False},
+            "the gradient of a layer's input is u @ w.T, not u @ w": {"back": np.copy},
+            "g is that of the output in every layer: the layer before gets u @ w.T": {"passes": False},
+        }
+        ways = {hint: [one_device(weights, *batch, **how) for batch in batches] for hint, how in wrong.items()}
 
         def program(comm, bounds=bounds, weights=weights, batches=batches):
             ledger = LedgerCommunicator(comm)
@@ -75,6 +82,7 @@ def grade(solution):
                         gradients[LAYERS - 1 - layer] for gradients in each
                     )[own],
                 }
+                mistakes |= {hint: sum(gradients[layer] for gradients in way)[own] for hint, way in ways.items()}
                 expect(value, total[own], f"{where}, layer {layer}", mistakes)
             require(
                 not reduced,

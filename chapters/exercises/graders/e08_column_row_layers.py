@@ -6,6 +6,7 @@ from chapters.exercises.grading import Hint, expect, on_ranks, random, require
 from minipar.comm import wire_bytes
 
 TOKENS, HIDDEN = 3, 4
+SOLVED = "Two layers over t ranks cost one all-reduce in forward and one in backward (section 6.1)."
 
 
 def one_device(x, A, b, D, e, dy):
@@ -58,6 +59,11 @@ def grade(solution):
             for name in ("D", "A", "b", "x", "e"):
                 expected = cut.get(name, gradients[name])
                 wrong = {times: ranks * expected if name in "xe" else summed_dy[name]} if ranks > 1 else {}
+                if name in "AbD" and ranks > 1:
+                    axis = 1 if name == "A" else 0
+                    wrong[f"the ranks' parts of {name} are added up: each rank keeps its own"] = sum(
+                        np.split(gradients[name], ranks, axis)
+                    )
                 expect(result[name], expected, f"{where}, gradient of {name}", hints.get(name, {}) | wrong)
             once = wire_bytes("all_reduce", "ring", TOKENS * HIDDEN, 1, ranks, rank)
             for what, sent in (("forward", sent_forward), ("backward", sent_backward)):

@@ -5,6 +5,7 @@ from chapters.exercises.grading import Hint, call, require
 from minipar.parallel.pipeline.actions import peak_live
 
 SIZES = ((2, 2), (2, 6), (3, 5), (4, 4), (4, 8), (8, 8), (8, 24))
+SOLVED = "Weight gradients fill a part of the bubble: less than 3m + 2(p - 1), in the memory of 1F1B (section 8.3)."
 
 
 def grade(solution):

@@ -9,6 +9,7 @@ from chapters.exercises.grading import Hint, expect, on_ranks, random
 from minipar.comm import DeviceMesh
 
 MESHES = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 2), (3, 1, 2), (1, 3, 2))  # pp, dp, tp
+SOLVED = "Each element of the model counts once on every mesh, and a few values travelled, no gradient (chapter 9)."
 
 
 def gradients_of(mesh):
@@ -57,7 +58,9 @@ def grade(solution):
                 "replicated parameters and the tied embedding are counted more than once": sqrt(
                     total + (tp - 1) * biases + twice
                 ),
-                "this is your own gradients' norm: sum the squares over tp and pp": sqrt(own),
+                "this is the norm of one rank's gradients: sum the squares over tp and pp, those of divided parameters "
+                "of every rank": sqrt(own),
+                "the root is taken twice: add squares, and take it once": total**0.25,
                 "this is the sum of the squares, the norm is its square root": total,
             }
             if value is not None:

@@ -5,6 +5,7 @@ import numpy as np
 from chapters.exercises.grading import call, expect, random, require
 
 QUERIES, WIDTH = 5, 4
+SOLVED = "Attention over all keys needs the scores of one block at a time (section 11.1)."
 
 
 def stream(blocks):
@@ -33,6 +34,21 @@ def without_scaling(q, blocks):
         p = np.exp(scores - np.where(np.isfinite(top), top, 0))
         total, weights = total + p @ v, weights + p.sum(1, keepdims=True)
     return total / weights
+
+
+@np.errstate(all="ignore")
+def running(q, blocks, of_output=1, of_sum=1, divide=True):
+    """Return the output of a running maximum whose factors e^(old - new) have these powers: 0 rescales nothing."""
+    out, total, top = np.zeros((QUERIES, WIDTH)), np.zeros((QUERIES, 1)), np.full((QUERIES, 1), -np.inf)
+    for k, v, _ in blocks:
+        scores = q @ k.T / WIDTH**0.5
+        new = np.maximum(top, scores.max(1, keepdims=True))
+        grown = np.where(np.isfinite(top), new - top, 0)
+        p = np.exp(scores - new)
+        out = out * np.exp(-of_output * grown) + p @ v
+        total = total * np.exp(-of_sum * grown) + p.sum(1, keepdims=True)
+        top = new
+    return out / total if divide else out
 
 
 def case(key, lengths, masked, strength):
@@ -73,12 +89,17 @@ def grade(solution):
             "a block's sum has its own maximum as unit: scale the sums so far, or the block's, before you add them": (
                 without_scaling(q, blocks)
             ),
-            "a block's arrays are used again for the next one: use them before you ask for the next": np.zeros_like(
-                out
-            ),
+            "it is 0: a block's arrays are used again for the next one, so use them before you ask for the next; or "
+            "you multiply the new block by e^(old - new) too, which is 0 for the first one": np.zeros_like(out),
         }
         if each:
+            grows = "when the maximum grows, multiply the output and the sum so far by e^(old maximum - new maximum)"
             mistakes |= {
+                f"the old sums are not rescaled: {grows}": running(q, blocks, 0, 0),
+                f"the old output is not rescaled, the sum of the weights is: {grows}": running(q, blocks, 0, 1),
+                f"the old sum of the weights is not rescaled, the output is: {grows}": running(q, blocks, 1, 0),
+                f"the old sums are multiplied by the inverse: {grows}": running(q, blocks, -1, -1),
+                "at the end divide the output by the sum of the weights": running(q, blocks, divide=False),
                 "this is the mean of the blocks' outputs: weigh them with their sums": sum(o for o, _ in each)
                 / len(each),
                 "this is the sum of the blocks' outputs: weigh them with their sums": sum(o for o, _ in each),

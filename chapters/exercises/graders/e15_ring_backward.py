@@ -5,6 +5,7 @@ import numpy as np
 from chapters.exercises.grading import Hint, expect, on_ranks, random, require
 
 TOKENS, WIDTH = 3, 2
+SOLVED = "All gradients are with their owners: kv made c - 1 hops, and its gradient c (chapter 11)."
 
 
 def term(rank, owner, q, kv):
@@ -50,6 +51,7 @@ def grade(solution):
                 f"{where}: terms was called for the owners {calls}, not for each once",
             )
             own = {"these are your own tokens' terms only: add those with every owner's keys": table[rank][rank][0]}
+            own["these are the last step's terms only: add those of all steps"] = table[rank][(rank + 1) % ranks][0]
             expect(dq, sum(table[rank][owner][0] for owner in range(ranks)), f"{where}, gradient of q", own)
             last = table[rank - 1][rank][1]
             mistakes = {

@@ -4,6 +4,8 @@ import numpy as np
 
 from chapters.exercises.grading import Hint, call, expect, on_ranks, random, require
 
+SOLVED = "Positions, targets and the mean are those of one device, though the tokens are cut (section 11.8)."
+
 
 def places(r, c, length, zig_zag=True):
     """Return the positions of rank r's tokens."""
@@ -23,7 +25,10 @@ def grade_parts(solution, c):
         order = "this is contiguous order: rank r holds the chunks r and 2c - 1 - r"
         late_first = "the late chunk comes first: the order is r, then 2c - 1 - r"
         swapped = np.roll(own, 3)
-        expect(inputs, tokens[own], f"{where}, inputs", {order: tokens[contiguous], late_first: tokens[swapped]})
+        inputs_of = {order: tokens[contiguous], late_first: tokens[swapped]}
+        strided = np.arange(length).reshape(2 * c, -1)[[r, c + r]].reshape(-1)
+        inputs_of["the second chunk is r + c: it is 2c - 1 - r, counted from the end"] = tokens[strided]
+        expect(inputs, tokens[own], f"{where}, inputs", inputs_of)
         cut_first = np.concatenate([np.roll(tokens[chunk], -1) for chunk in np.split(own, 2)])
         hint = "a target is taken from the own tokens: the next token may be on another rank, so shift first, then cut"
         expect(
@@ -32,6 +37,7 @@ def grade_parts(solution, c):
             f"{where}, targets",
             {
                 hint: (np.roll(tokens[own], -1), cut_first, np.append(tokens[own][1:], tokens[own[-1] + 1])),
+                "these are the tokens before the inputs: a target is the token after its input": tokens[own - 1],
                 "these are the inputs: a target is the token after its input": tokens[own],
             },
         )
@@ -89,4 +95,5 @@ def grade(solution):
                     "this is the sum: divide it by the tokens of all ranks": sums.sum(0),
                     "the sum over the ranks is divided by this rank's tokens": sums.sum(0) / own[rank],
                 }
-                expect(value, right, f"{where}, {what}", mistakes if c > 1 else {})
+                alone = {"this is the sum: divide it by the tokens that count": sums.sum(0)}
+                expect(value, right, f"{where}, {what}", mistakes if c > 1 else alone)

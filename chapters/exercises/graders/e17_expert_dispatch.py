@@ -6,6 +6,7 @@ from chapters.exercises.grading import Hint, expect, on_ranks, random, require
 
 WIDTH = 3
 ROWS = (5, 0, 7, 4)  # of each rank
+SOLVED = "Only rows of other ranks' experts travelled, and the results have the bits of one device (section 12.4)."
 
 
 def case(ranks, each):
@@ -45,6 +46,8 @@ def grade(solution):
             right = right.reshape(-1, WIDTH)
             order = np.argsort(experts[rank], kind="stable")
             mistakes = {"these are sorted by expert: put each result back in the place of its row": right[order]}
+            hint = "run's results are sorted by expert: put them back in the order of arrival before you send them back"
+            mistakes[hint] = unsorted(rank, experts, expected, matrices, order)
             expect(result, right, f"{where}, results", mistakes if len(right) > 1 else {})
             leaving = sum(rank_of[rank] != rank) + sum(
                 sum(rank_of[other] == rank) for other in range(ranks) if other != rank
@@ -55,6 +58,18 @@ def grade(solution):
                 f"{where}: {sent} elements were sent, expected {needed}: rows and results travel between their rank "
                 "and their expert's, and one integer for each expert of another rank",
             )
+
+
+def unsorted(rank, experts, expected, matrices, order):
+    """Return a rank's results if those of `run` are sent back as they are, sorted by expert."""
+    back, each = [], len(expected[0])
+    for r, rows in enumerate(expected):
+        counts = [int((of // each == r).sum()) for of in experts]  # of each source rank
+        outputs = np.concatenate([x @ matrices[r * each + e] for e, x in enumerate(rows)])
+        back.append(np.split(outputs, np.cumsum(counts)[:-1])[rank])
+    result = np.empty((len(order), WIDTH))
+    result[order] = np.concatenate(back)
+    return result
 
 
 def check(where, arrived, counts, expected):

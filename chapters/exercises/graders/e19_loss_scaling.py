@@ -9,6 +9,7 @@ from minipar.comm import chunk_bounds
 
 SIZE, LR = 11, 0.5
 BAD = {"an infinity": np.inf, "minus infinity": -np.inf, "a NaN": np.nan}
+SOLVED = "All ranks take a step or none does, and gradients that float16 cannot hold are not lost (section 13.4)."
 
 
 def cases(ranks):
@@ -61,6 +62,7 @@ def grade(solution):
                 mistakes: dict[str, Any] = {
                     "the scale is still in the gradient": old - LR * total[own],
                     narrow if name.startswith("tiny") else skipped: old,
+                    "the gradient is the ranks' mean, their sum is asked for": old - LR * total[own] / scale / ranks,
                     "these are this rank's own gradients: add up those of all ranks": (
                         old - LR * gradients[rank, own].astype(np.float32) / scale
                     ),
@@ -71,4 +73,5 @@ def grade(solution):
                 hint = when if is_good else "a skipped step halves the scale"
                 expect(result[1], next_scale, f"{where}, scale", {hint: (scale / 2, scale, 2 * scale)})
                 counts = {"after a skipped step or a doubling it starts again at 0": (good, good + 1, 1)}
-                expect(result[2], next_good, f"{where}, good steps", counts if next_good == 0 else {})
+                onwards = {"count on from `good`, the steps before this one": (0, 1, good)}
+                expect(result[2], next_good, f"{where}, good steps", counts if next_good == 0 else onwards)

@@ -9,6 +9,7 @@ WHERE = {
     "2": "step 0 is right in everything; what does a step keep from the one before it?",
     "3": "the gradients of step 0 are equal, and its updates are not; which parameters are those?",
 }
+SOLVED = "You have named three causes from records alone, without the code of the runs (chapter 14)."
 
 
 def grade(solution):

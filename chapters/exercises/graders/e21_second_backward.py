@@ -3,6 +3,8 @@
 from chapters.exercises.e21_second_backward import Small
 from chapters.exercises.grading import Hint, call, require
 
+SOLVED = "Backward may run again: gradients of leaves add up, and a freed graph is refused (section 1.1)."
+
 
 def graph():
     """Return the leaves and the computed tensors of chapter 1's first page; one pass gives 48 and 28."""

@@ -27,6 +27,7 @@ LOGS = {
     (("send", 2), ("gradient", "head"), ("gradient", "norm"), ("send", 0)): None,
     (): None,
 }
+SOLVED = "Each bucket leaves once, in order and complete, however often its parameters are used (section 4.4)."
 
 
 def order_of(step, rank):

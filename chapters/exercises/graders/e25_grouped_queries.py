@@ -7,6 +7,7 @@ from minipar.autograd import Tensor, causal_attention
 
 HIDDEN, SIZE, TOKENS = 5, 2, 6  # SIZE: of a head
 SETTINGS = ((8, 4, 1), (8, 4, 2), (4, 4, 4), (8, 2, 8), (8, 2, 4), (6, 3, 6), (8, 1, 4))  # a, G, t
+SOLVED = "Copies of a head stay equal, and the norm counts each head once (chapters/more/grouped_queries)."
 
 
 class Ranks(RingCommunicator):

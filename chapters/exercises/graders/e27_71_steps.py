@@ -15,6 +15,7 @@ UNEQUAL = (
     ([1, 4, 1], [2, 3, 1], 2),
     ([2, 1, 3], [1] * 3, 1),
 )
+SOLVED = "71 steps break a rule, and your bound says why no order of the actions gets below it (section 7.3)."
 
 
 def timetable_of(p, m):

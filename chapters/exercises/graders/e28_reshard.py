@@ -17,6 +17,7 @@ MOVES = (((2, 2), 4), ((2, 2), 2), ((1, 1), 4), ((3, 4), 2), ((2, 8), 1), ((2, 1
 
 ELEMENTS = "a piece has the elements start:stop of the writer's flattened *part*, not of the whole"
 STRETCHES = "cut each of the `groups` stretches by itself, for the writer's part and for yours"
+SOLVED = "A checkpoint goes to another layout, and each rank reads only the pieces that it needs (section 9.6)."
 
 
 def part_of(whole, cut, r, t):

@@ -13,6 +13,7 @@ MODELS = {
     "7B": Model(6_700_000_000, 4096, 2048, 34 * 4096 * 32),
     "7B that keeps little": Model(6_700_000_000, 4096, 2048, 2 * 4096 * 32),
 }
+SOLVED = "You have the number of GPUs from which on ZeRO-3's gathers no longer hide (section 10.4)."
 
 
 def price(model, machine, t):

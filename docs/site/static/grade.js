@@ -32,8 +32,8 @@ function named(rows) {
   }));
 }
 
-// Return the lists of actions and their total time, with F = I = W = 1 and B = 2.
-function timed(lists, p, m, kinds) {
+// Throw unless each list has every action once, those of a microbatch in the order of `kinds`.
+function checkActions(lists, p, m, kinds) {
   require(lists.length === p, `p = ${p}, m = ${m}: expected a list of ${p} lists`);
   const wanted = kinds.flatMap((kind) => microbatches(m).map((i) => `${kind}${i}`)).sort();
   lists.forEach((actions, rank) => {
@@ -45,7 +45,19 @@ function timed(lists, p, m, kinds) {
     require(!missing.length, `${where}: it never runs ${missing.join(", ")}`);
     const twice = actions.filter((action, place) => actions.indexOf(action) !== actions.lastIndexOf(action));
     require(!twice.length, `${where}: it runs ${pythonList(twice.slice(0, 1))} more than once`);
+    for (const i of microbatches(m)) {
+      for (let place = 1; place < kinds.length; place += 1) {
+        const [first, second] = [`${kinds[place - 1]}${i}`, `${kinds[place]}${i}`];
+        require(actions.indexOf(first) < actions.indexOf(second),
+          `${where}: it runs ${second} before ${first}, which makes what ${second} needs`);
+      }
+    }
   });
+}
+
+// Return the lists of actions and their total time, with F = I = W = 1 and B = 2.
+function timed(lists, p, m, kinds) {
+  checkActions(lists, p, m, kinds);
   const parsed = lists.map((actions, rank) => actions.map((action) => parseAction(`${rank}${action}`, "")));
   return within(`p = ${p}, m = ${m}: `, () => {
     const rows = simulate(parsed, { F: 1, I: 1, W: 1, comm: 0 }, "yours");
@@ -57,7 +69,15 @@ function timed(lists, p, m, kinds) {
 // ---- exercise 10: 1F1B as lists -------------------------------------------------------------------------------------
 
 export function grade10(rows, p, m) {
-  const { parsed, total } = timed(named(rows), p, m, ["F", "B"]);
+  const lists = named(rows);
+  checkActions(lists, p, m, ["F", "B"]);
+  const begun = lists.map((actions) => actions.findIndex((action) => action[0] === "B")).join();
+  const ranks = Array.from({ length: p }, (_, rank) => rank);
+  const isRight = begun === ranks.map((rank) => Math.min(m, p - rank)).join();
+  require(isRight || begun !== ranks.map((rank) => Math.min(m, rank + 1)).join(),
+    `p = ${p}, m = ${m}: the warm-up is mirrored: it has r forwards on rank r, and p - r - 1 are right; `
+    + "rank 0 waits longest for its first backward");
+  const { parsed, total } = timed(lists, p, m, ["F", "B"]);
   parsed.forEach((list, rank) => {
     const alive = peakLive(list);
     const most = Math.min(m, p - rank);
@@ -70,8 +90,13 @@ export function grade10(rows, p, m) {
     require(alive <= most, `${where}: ${alive} microbatches are alive on rank ${rank}, at most ${most}${extra}`);
   });
   const shortest = 3 * (m + p - 1);
-  require(total === shortest, `p = ${p}, m = ${m}: it takes ${total} (T_F = 1, T_B = 2), 1F1B takes ${shortest}; `
-    + "the warm-up differs from rank to rank, p - r - 1 forwards on rank r: with fewer, the last rank waits for work");
+  const orders = lists.map((actions) => actions.filter((action) => action[0] === "B").join());
+  const inOrder = orders.every((order) => order === microbatches(m).map((i) => `B${i}`).join());
+  const reason = inOrder
+    ? "the warm-up differs from rank to rank, p - r - 1 forwards on rank r: with fewer, the last rank waits for work"
+    : "the backwards of a rank run in the order of the microbatches, B0, B1, B2, ...";
+  require(total === shortest,
+    `p = ${p}, m = ${m}: it takes ${total} (T_F = 1, T_B = 2), 1F1B takes ${shortest}; ${reason}`);
   return `the time of 1F1B, ${total}, and no more alive than its min(m, p - r)`;
 }
 

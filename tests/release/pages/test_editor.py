@@ -35,12 +35,15 @@ SETTINGS = int(os.environ.get("MINIPAR_EXPLORER_SETTINGS", "100"))
 pytestmark = pytest.mark.skipif(NODE is None, reason="the editor is JavaScript, and there is no node to run it")
 GARBAGE = ["F0", "0X0", "0F", "-1F0", 'it\'s "0F0"', "0F0 0F1", "0f0", "x" * 31, "é\t\\", "(0F0;1F0)OVERLAP_F_B"]
 # What a few random texts do not have: messages that wait in a circle, an action with a long name, a forward too many in
-# exercise 10, and a W too late in exercise 11.
+# exercise 10, and a W too late in exercise 11; a mirrored warm-up, a B before its F, and backwards out of order.
 RARE = [
     "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0,1F1,1B1,1SEND_B1\n",
     "0F0,abcdefghijklmnopqrstuvwxyz'0123456789\n",
     "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n",
     "0F0,0F1,0I0,0F2,0W0,0I1,0W1,0F3,0I2,0W2,0I3,0W3\n1F0,1I0,1F1,1I1,1W0,1W1,1F2,1I2,1W2,1F3,1I3,1W3\n",
+    "0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3\n1F0,1F1,1B0,1F2,1B1,1F3,1B2,1B3\n",
+    "0F0,0B1,0F1,0B0,0F2,0B2,0F3,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n",
+    "0F0,0F1,0B0,0F2,0B1,0F3,0B3,0B2\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n",
 ]
 
 
