@@ -23,13 +23,13 @@ from chapters.support.ch06 import figures as ch06
 from chapters.support.ch07 import figures as ch07
 from chapters.support.ch08 import figures as ch08
 from chapters.support.ch09 import layout_figures as ch09
-from chapters.support.ch09 import muon_figures
 from chapters.support.ch10 import figures as ch10
 from chapters.support.ch11 import animate_ring
 from chapters.support.ch11 import figures as ch11
 from chapters.support.ch12 import figures as ch12
 from chapters.support.ch13 import figures as ch13
 from chapters.support.ch14 import figures as ch14
+from chapters.support.muon import figures as muon_figures
 from minipar.comm import messages, wire_bytes
 from minipar.parallel.pipeline.actions import Durations
 from minipar.plan.layout import Layout

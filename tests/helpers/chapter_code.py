@@ -10,8 +10,8 @@ PARSING = threading.Lock()  # ranks are threads, and Python 3.11's parser may fa
 
 
 def script_of(chapter):
-    """Return the text of the chapter with this number, such as "09"."""
-    (path,) = (ROOT / "chapters").glob(f"{chapter}_*.py")
+    """Return the text of the chapter with this number, such as "09", or of a file, such as "more/muon"."""
+    (path,) = (ROOT / "chapters").glob(f"{chapter}*.py")
     return path.read_text(encoding="utf-8")
 
 
@@ -25,7 +25,7 @@ def run_functions(chapter, names, namespace):
 
 
 def run_section(chapter, number, namespace):
-    """Run the code cells of a section, such as "9.11", in a namespace, which must have what they use."""
+    """Run the code cells of a section, such as "4.12", in a namespace, which must have what they use."""
     (text,) = re.findall(rf"^# ## {re.escape(number)} .*?(?=^# ## |\Z)", script_of(chapter), re.MULTILINE | re.DOTALL)
     with PARSING:
         code = compile(text, f"section {number}", "exec")  # markdown is comments there
