@@ -12,10 +12,10 @@
 #
 # **What if an optimizer needs whole matrices, and every strategy cuts them?**
 #
-# The axes cut matrices: tp by rows or columns ([chapter 6](../06_tensor_parallel.ipynb)), and the chunks of ZeRO over dp
-# anywhere ([chapter 5](../05_zero.ipynb)). AdamW does not mind, because an element's update reads that element alone.
-# Muon reads the whole matrix. On this page you see what ZeRO's cut does to it, why nobody would notice, and the remedy:
-# each matrix has an owner. The remedy sends as many bytes as stage 1 of ZeRO, and has the bits of one device.
+# The axes cut matrices: tp by rows or columns ([chapter 6](../06_tensor_parallel.ipynb)), and ZeRO over dp into chunks
+# that end anywhere ([chapter 5](../05_zero.ipynb)). AdamW does not mind, because an element's update reads that element
+# alone. Muon reads the whole matrix. On this page you see what ZeRO's cut does to it, why nobody would notice, and the
+# remedy: each matrix has an owner. The remedy sends as many bytes as stage 1 of ZeRO, and has the bits of one device.
 
 # %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
@@ -121,7 +121,8 @@ if rank == 0:
 # DeepSpeed had a mistake of this kind ([issue 7807](https://github.com/deepspeedai/DeepSpeed/issues/7807)): where a
 # border cut a matrix, it orthogonalized a gradient of which only one part was summed over the ranks. Its tests had
 # asked only whether the parameters change.
-#
+
+# %% [markdown]
 # ## The remedy: each matrix has an owner
 #
 # *Core, 6 minutes.*
@@ -176,7 +177,8 @@ if rank == 0:
 # Together they send what stage 1 sends. But ownership is uneven: on 8 ranks the owner of a large matrix sends a third
 # more than with equal chunks, and two ranks own nothing and wait while others orthogonalize. With many more matrices
 # than ranks this evens out. Where tp cuts matrices too, the owner needs the parts of all ranks of tp. pp cuts none.
-#
+
+# %% [markdown]
 # ## In other programs, and what it computes
 #
 # *Deeper, 2 minutes.*
