@@ -297,7 +297,8 @@ def train(world, dp=1, tp=1, pp=1, schedule="1f1b"):
     for step in range(STEPS):
         x = np.random.default_rng(step).integers(0, V, (32, 8))[mesh.dp.rank :: mesh.dp.size]
         loss = model(x, (x + 1) % V)  # the token after t is t + 1
-        mp.clip_grad_norm(model.parameters(), 0.5, mesh.dp, mesh.tp, mesh.pp)
+        norm = mp.clip_grad_norm(model.parameters(), 0.02, mesh.dp, mesh.tp, mesh.pp)
+        assert norm > 0.02  # it does clip
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -331,7 +332,7 @@ for layout in LAYOUTS:
             apart.append(max(abs(state[name] - alone[name]).max() / abs(alone[name]).max() for name in alone))
         label = ", ".join(f"{axis} {value}" for axis, value in layout.items())
         say(f"{label:<45} loss {losses[-1]:.12f}, parameters within {max(apart):.1e}")
-        assert max(apart) < 1e-12 and np.allclose(losses, one_device, rtol=1e-14, atol=0)
+        assert max(apart) < 1e-12 and np.allclose(losses, one_device, rtol=1e-13, atol=0)
         curves[label] = losses, apart
 if rank == 0:
     assert one_device[-1] < 0.9 * one_device[0]
