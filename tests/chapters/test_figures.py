@@ -258,13 +258,13 @@ def test_animated_messages_are_the_closed_forms(op, algorithm):
         assert [last[rank][rank] for rank in range(ranks)] == [everyone] * ranks
 
 
-def test_gpipe_and_1f1b_idle_alike_and_hold_other_numbers_of_activations():
+def test_gpipe_and_1f1b_hold_other_numbers():
     before, after = animate_schedules.states_of_chapter_7()
     assert before.idle == after.idle and (before.alive, after.alive) == ((7, 7, 7, 7), (4, 3, 2, 1))
     assert before.times.keys() == after.times.keys()
 
 
-def test_the_picture_of_a_pipeline_has_less_on_each_further_device():
+def test_a_pipelines_devices_hold_less_and_less():
     (row,) = (row for row in overview.ROWS if row.key == "pp")
     axes = overview.draw_strategies().axes[0]
     yellow = [box for box in axes.patches if to_hex(box.get_facecolor()).upper() == overview.KIND_COLOURS[3]]
