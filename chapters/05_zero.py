@@ -207,7 +207,7 @@ say(f"optimizer state on rank 0: {state[0]:,} bytes whole, {state[1]:,} as a chu
 # the inner sum on each rank, the outer one an all-reduce of a single value. Every element counts once. To get the same
 # bits, stage 0 sums in this order too. Where a framework pads the flat array so that $d$ divides it, the padding's
 # gradient must be 0: then it adds nothing to the norm, and AdamW leaves the padding as it is. (The update of Muon,
-# another optimizer, reads whole matrices, which chunks cut: [9.11](09_3d_parallel.ipynb) has the remedy.)
+# another optimizer, reads whole matrices, which chunks cut: [Muon](more/muon.ipynb) has the remedy.)
 #
 # The library adds three things. Buckets are reduce-scattered during backward, as their gradients become complete, and
 # not after it. The optimizer sees *shards*, the pieces of parameters that lie in this rank's chunks. And when the

@@ -22,24 +22,36 @@
 # what it sends, and how its messages can block one another. [Chapter 8](08_beyond_1f1b.ipynb) goes below the 8.6 %, and
 # with eight microbatches only.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
+from fractions import Fraction
+from itertools import chain, pairwise, product
+
+import numpy as np
+
+from chapters.support.pipeline_runs import PipelineRuns, gradients_on_one_device, refusal
+from chapters.support.predict import predict, reveal
 from chapters.support.show import printer
-from minipar.comm import world
-from minipar.parallel.pipeline.actions import simulate
+from minipar.comm import run_local, world
+from minipar.parallel.pipeline.actions import Durations, Schedule, parse_action, simulate
 from minipar.parallel.pipeline.schedules import make
 
 comm = world()
 rank, ranks = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support.show import show, show_source
+    from chapters.support.ch07 import figures
+    from chapters.support.overview import draw_strategies
+    from chapters.support.schedule_paths import MarkedPath, plot_paths
+    from chapters.support.show import show, show_file, show_source
     from visualize import plot_schedule
 
+# %%
+if rank == 0:
     show(plot_schedule(simulate(make("naive", 4, 3))), "07_naive")
 
 # %% [markdown]
@@ -53,8 +65,6 @@ if rank == 0:
 
 # %%
 if rank == 0:
-    from chapters.support.overview import draw_strategies
-
     show(draw_strategies(["pp"]), "07_here")
 
 # %% [markdown]
@@ -77,9 +87,6 @@ if rank == 0:
 
 
 # %%
-from itertools import chain, pairwise, product
-
-
 def naive_lists(p, m):
     """The actions of each rank in order, as (kind, microbatch, stage). Rank r has stage r."""
     lists = []
@@ -110,7 +117,8 @@ assert all(naive_lists(p, m) == library_lists("naive", p, m) for p, m in SIZES)
 # %% [markdown]
 # The library's function makes an `Action` of each triple and gives the schedule a name. `save_csv` and `load_csv`
 # exchange it with PyTorch, as a row for each rank.
-#
+
+# %% [markdown]
 # ### What an action needs
 #
 # *Core, 6 minutes.*
@@ -170,7 +178,8 @@ for (p, m), t in product(SIZES, TIMES):
 # $$\text{bubble} = \frac{\text{idle}}{\text{total}} = \frac{(p-1)\,m(T_F+T_B)}{p\,m(T_F+T_B)} = \frac{p-1}{p}.$$
 #
 # With 4 ranks, three quarters of their time are idle, however many microbatches there are.
-#
+
+# %% [markdown]
 # ### In the library
 #
 # *Deeper, 5 minutes.*
@@ -179,8 +188,6 @@ for (p, m), t in product(SIZES, TIMES):
 # wait in a circle. (Its `I` and `W` are the two halves of a `B`, which chapter 8 takes apart.)
 
 # %%
-from minipar.parallel.pipeline.actions import Schedule
-
 if rank == 0:
     show_source(Schedule.needs, simulate)
 
@@ -220,30 +227,33 @@ for (p, m), t in product(SIZES, TIMES):
 # its *stage*, and backward runs the forward of the whole stage again. (The trainer's `--recompute full` does that per
 # *block*: it keeps what enters each block. So it keeps more, and needs less while one block is recomputed. 7.4 counts
 # it.)
-#
+
+# %% [markdown]
 # ## 7.3 1F1B: the same bubble, less memory
 #
 # *Core, 10 minutes.*
 #
+# GPipe keeps all $m$ microbatches because every backward comes after all forwards. In **1F1B** a rank begins with a few
+# forwards, and then does one forward, one backward, in turn. A backward frees what its forward took.
+#
+# **Predict**: with $p = 4$ and $m = 8$ rank 0 of GPipe holds 8 activations. How many does rank 0 of 1F1B hold, if the
+# bubble shall stay that of GPipe? (If you know it from chapter 0: say why.)
+
+# %%
+predict("activations on rank 0 with 1F1B", ...)  # replace the dots by your answer
+
+# %% [markdown]
 # Rank $r$ cannot do a backward before its first microbatch has been down to the last rank and back. While microbatch 0
 # goes down, rank $r$ does $p-1-r$ forwards, the *warm-up*. It does one more, the first of the *steady state*, and then
 # waits for the first gradient. It could run more forwards meanwhile, but they would cost memory and the step would not
-# end earlier; the picture shows why. In the steady state each forward is followed by a backward, which frees what a
-# forward took. At the end, in the *cool-down*, only backwards are left. This is the synchronous form of PipeDream's
-# order (Narayanan et al. 2019), called PipeDream-Flush or **1F1B** (Narayanan et al. 2021, arXiv 2104.04473, section
-# 2.2).
+# end earlier; the picture shows why. In the steady state each forward is followed by a backward. At the end, in the
+# *cool-down*, only backwards are left. This is the synchronous form of PipeDream's order (Narayanan et al. 2019). It is
+# called PipeDream-Flush or 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 #
 # [Exercise 10](exercises/e10_one_f_one_b.py) asks for these lists: `make exercises PYTEST="-k e10"`. Write them before
-# you open the next cell. **Predict**: with $p = 4$ and $m = 8$ rank 0 of GPipe holds 8 activations. How many does rank
-# 0 of 1F1B hold? (If you know it from 0.8: say why.)
-#
-# And somebody claims 1F1B in 71 units of time, a bubble of 7/71 = 0.0986, with $p = 8$, $m = 32$ and $T_F = T_B = 1$.
-# **[Exercise 27](exercises/e27_71_steps.py)** asks you to refute it: `make exercises PYTEST="-k e27"`.
-
-# %%
-from chapters.support.predict import predict, reveal
-
-predict("activations on rank 0 with 1F1B", ...)  # replace the dots by your answer
+# you open the next cell. And somebody claims 1F1B in 71 units of time, a bubble of 7/71 = 0.0986, with $p = 8$,
+# $m = 32$ and $T_F = T_B = 1$. **[Exercise 27](exercises/e27_71_steps.py)** asks you to refute it: `make exercises
+# PYTEST="-k e27"`.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -261,12 +271,6 @@ def one_f_one_b_lists(p, m):
 
 
 # %%
-from fractions import Fraction
-
-from chapters.support.schedule_paths import MarkedPath, plot_paths
-from minipar.parallel.pipeline.actions import Durations
-
-
 def longest_path(lists, slots):
     """The chain that ends with the last action, and in which each action begins when the one before it ends."""
     last = max(s for _, _, s in slots)
@@ -282,6 +286,7 @@ def longest_path(lists, slots):
     return path
 
 
+# %%
 for p, m in SIZES:
     lists = one_f_one_b_lists(p, m)
     assert lists == library_lists("1f1b", p, m)
@@ -310,9 +315,23 @@ if rank == 0:
 # the bubble does not matter. With $p = 4$ and $m = 8$ rank 0 holds 4 activations instead of GPipe's 8. With $m = 32$
 # it still holds 4, and the bubble is $3/35$: the 8.6 % of the first page.
 #
+# Is that less than without a pipeline? A pipeline cuts the layers, $L/p$ on each rank, but $p$ microbatches of $L/p$
+# layers are as many activations as one microbatch of all $L$. So **on rank 0 a pipeline with 1F1B saves no
+# activations**; the last rank has a $p$-th of them. What it divides is the model's state.
+
+# %%
+L = 24  # layers
+for p in (1, 2, 4, 8):
+    alive = simulate(make("1f1b", p, 32)).peak_activations
+    layers = [each * L // p for each in alive]
+    say(f"{p} ranks: layers times microbatches alive, by rank: {layers}")
+    assert (layers[0], layers[-1]) == (L, L // p)
+
+# %% [markdown]
 # The library's lists are the same. One function writes those of the naive schedule, of GPipe and of 1F1B, which differ
 # in `ahead` alone: 0, $m$, or one forward for each rank that follows. The picture compares 1F1B with GPipe: both end at
-# the same time, but fewer activations are alive (lowest part).
+# the same time, but fewer activations are alive (lowest part). Below it the same boxes slide from the places of the one
+# into those of the other.
 
 # %%
 from minipar.parallel.pipeline import schedules
@@ -323,6 +342,9 @@ if rank == 0:
     both = {label: simulate(make(name, 4, 8)) for label, name in names.items()}
     assert [max(line.peak_activations) for line in both.values()] == [4, 8]
     show(plot_schedule(both), "07_gpipe_1f1b")
+
+# %% [markdown]
+# ![The boxes of GPipe slide into the places of 1F1B](../visualize/gallery/gpipe_1f1b.gif)
 
 # %% [markdown]
 # ## 7.4 Memory, and recompute
@@ -339,8 +361,9 @@ if rank == 0:
 # times $BTh$ elements. The $+1$ is the stage's result. 5 are the gradients on their way through one block: 1 of its
 # result and 4 of the MLP's inside, which is four times as wide. With `--recompute full` only one array per block is
 # multiplied by `alive`: its result, which is the next block's input. (What the stage has received is not in these
-# counts.) The block whose backward runs makes its 22.125 and its result again, for one microbatch at a time: so 6 and
-# not 5. The price is one more forward for each backward. The ledger of chapter 5 counts both on a stage:
+# counts.) Before the backward of a block its forward runs again, for one microbatch. It makes the 22.125 again, and the
+# block's result: this one more array is why it says 6 and not 5. The price is one more forward for each backward. The
+# ledger of chapter 5 counts both on a stage:
 
 # %%
 from chapters.support.ch07 import train as train_pipelines
@@ -361,7 +384,8 @@ say(f"3 blocks, 4 microbatches alive: {peak(4, 3, False):g} BTh without recomput
 # idles for at least $1 - T_r / \max_r T_r$ of the time. So the last stage gets fewer blocks. (Exercise 27 asks for a
 # better bound.) Memory is unequal as well. The first rank has the most microbatches alive, and the embedding with its
 # gradient and optimizer state. The last one has the logits, $N V$ elements, of one microbatch.
-#
+
+# %% [markdown]
 # ## 7.5 The lists on the ranks
 #
 # *Core, 8 minutes.*
@@ -370,12 +394,8 @@ say(f"3 blocks, 4 microbatches alive: {peak(4, 3, False):g} BTh without recomput
 # receives. It serves all lists of this chapter. The loss is $\frac12 \sum y^2$ of the last stage, whose gradient is $y$
 # itself.
 
+
 # %%
-import numpy as np
-
-from chapters.support.pipeline_runs import PipelineRuns, gradients_on_one_device, refusal
-
-
 def run_list(pipe, lists, weights, batch, blocking=False):
     """Do this rank's list. Return the gradient of its weight, added over all microbatches in their order."""
     r = pipe.rank
@@ -412,6 +432,7 @@ def run_list(pipe, lists, weights, batch, blocking=False):
     return d_weight
 
 
+# %%
 runs = PipelineRuns(comm)  # trains one device on rank 0, to compare all with
 pipe, stages, microbatches = runs.pipe, runs.stages, runs.microbatches
 weights = np.random.default_rng(5).normal(size=(stages, 16, 16)) / 4
@@ -424,14 +445,16 @@ say(f"three schedules on {stages} ranks, m = {microbatches}: the gradients of on
 # %% [markdown]
 # Why can the bits be equal? A stage does the same products on the same values as the whole model would. Sums over
 # microbatches are taken in their order 0, 1, 2, ... in every schedule.
-#
+
+# %% [markdown]
 # ### In the library
 #
 # *Deeper, 6 minutes.*
 #
-# The library's executor does the same with a GPT, and a receive is a step of its list. It starts a receive when the
-# list comes to it and waits for it when its result is used. It serves several stages on a rank (chapter 8): a result
-# for a stage of the same rank is handed over without a message. It keeps the activations whose backward is to come.
+# The library's executor does the same with a GPT. In its list a receive is an action of its own. When the executor
+# comes to that action it starts the receive; when it needs what is received, it waits for it. It serves several stages
+# on a rank (chapter 8): a result for a stage of the same rank is handed over without a message. It keeps the
+# activations whose backward is to come.
 
 # %%
 from chapters.support.schedule_lists import count_sends
@@ -465,7 +488,8 @@ right = run.losses  # the same with every schedule
 # **The scale of the loss.** Each microbatch divides its summed loss by the count of the whole step, over all
 # microbatches and replicas (`scale` in the listing). Then gradients simply add up. If each divided by its own count,
 # the sum would be $m$ times too large, and a mean of the $m$ would be wrong where counts are unequal (4.6).
-#
+
+# %% [markdown]
 # ## 7.6 Messages, and the deadlock that blocking sends make
 #
 # *Core, 8 minutes.*
@@ -476,7 +500,6 @@ right = run.losses  # the same with every schedule
 
 # %%
 from chapters.support.ch08.in_order import simulate_in_order
-from minipar.parallel.pipeline.actions import Durations, parse_action
 
 
 def written(*lists):
@@ -493,8 +516,6 @@ blocked = refusal(simulate_in_order, send_first, Durations(), "rank")
 assert "rank 0 has 0SEND_F1 before 0RECV_B0, rank 1 has 1SEND_B0 before 1RECV_F1" in blocked
 say(blocked)
 if rank == 0:
-    from chapters.support.ch07 import figures
-
     show(figures.draw_crossing([actions.split() for actions in by_hand], stopped=(3, 3)), "07_crossing")
 
 # %% [markdown]
@@ -515,7 +536,6 @@ if rank == 0:
 # two threads: `run_local` is a transport without eager copies that sees when every rank waits.
 
 # %%
-from minipar.comm import run_local
 from minipar.parallel.pipeline.check import lower
 
 if rank == 0:
@@ -577,7 +597,8 @@ if ranks % 2 == 0 and ranks > 2:
 # Why once per step, and not after every microbatch? Each further sum would send all gradients again. ZeRO 2 and 3 could
 # keep gradients sharded all the time only by doing that, $m$ times per step (chapter 5); in a pipeline minipar
 # therefore lets them accumulate whole, and shards them once.
-#
+
+# %% [markdown]
 # ## 7.8 Mistakes, and what notices them
 #
 # *Deeper, 8 minutes.*
@@ -618,7 +639,8 @@ reveal("caught by check", [int(what[0]) for what in mistakes if what[0] != " "],
 # mistake 4 the first loss is right, for the weights are: only their update is wrong. The run learns and looks healthy.
 # In a real code base this bug has another face: with two copies of the matrix that are updated separately, the copies
 # drift apart.
-#
+
+# %% [markdown]
 # ## 7.9 PyTorch's names
 #
 # *Deeper, 2 minutes.*
@@ -633,8 +655,14 @@ reveal("caught by check", [int(what[0]) for what in mistakes if what[0] != " "],
 # | `load_csv`, `lower` | `_load_csv`, `_add_send_recv` | D: the instructions of a `PipeSchedule` |
 # | the tied embedding | left to the user | M: an embedding group; D: `TiedLayerSpec` |
 #
-# The same in PyTorch: `chapters/pytorch/ch07.py`.
-#
+# 1F1B in PyTorch, with its actions, its memory and its gradients:
+# [chapters/pytorch/ch07.py](pytorch/ch07.py).
+
+# %%
+if rank == 0:
+    show_file("chapters/pytorch/ch07.py")
+
+# %% [markdown]
 # ## 7.10 Problems
 #
 # *Deeper, 20 minutes.*
@@ -645,7 +673,8 @@ reveal("caught by check", [int(what[0]) for what in mistakes if what[0] != " "],
 # 3. **The head.** With $V = 50{,}257$, $h = 768$, $T = 1024$, 12 blocks: how many blocks does the head cost in forward?
 # (It cannot be split, and a stage may have no block. The embedding costs nothing.) How should the cuts lie with 4
 # ranks? And which bubble, averaged over the ranks, remains at least with 8, whatever the schedule?
-#
+
+# %% [markdown]
 # ## 7.11 Answers
 #
 # *Deeper, 5 minutes.*

@@ -19,13 +19,18 @@
 # models are trained this way (Narayanan et al. 2021, arXiv 2104.04473). At the end of this chapter you can say which
 # rank does what, which bytes it sends to whom, and what it costs if the axes lie on the wrong wires.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
+import numpy as np
+
+import minipar as mp
 from chapters.support.show import printer
+from chapters.support.training import step_traffic
+from chapters.support.whole_runs import verdict_of
 from minipar.comm import world
 
 comm = world()
@@ -33,8 +38,11 @@ rank, size = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
     from chapters.support.ch09 import layout_figures, machine
-    from chapters.support.show import show, show_source
+    from chapters.support.overview import draw_strategies
+    from chapters.support.show import show, show_file, show_source
 
+# %%
+if rank == 0:
     places = machine.places()
     found = {label: seconds and round(seconds, 1) for label, (_, seconds) in places.items()}
     assert list(found.values()) == [None, None, 31.1, None, 40.3, 33.6, 26.4], found
@@ -61,7 +69,7 @@ if rank == 0:
 # %% [markdown]
 # ## 9.1 A grid of ranks
 #
-# *Core, 8 minutes.*
+# *Core, 6 minutes.*
 #
 # The grid is called the *mesh*. It has one axis for each kind of parallelism, with $d$ ranks along dp, $t$ along tp,
 # $p$ along pp and $c$ along cp. (cp cuts the tokens of a sample, [chapter 11](11_long_sequences.ipynb). Here $c$ = 1.)
@@ -75,8 +83,6 @@ if rank == 0:
 
 # %%
 from math import prod
-
-import numpy as np
 
 AXES = ("tp", "dp", "pp")
 SLOWEST_FIRST = ("pp", "dp", "cp", "tp")
@@ -113,8 +119,6 @@ assert [row for axis in AXES for row in rows(axis, sizes) if 5 in row] == [[4, 5
 
 # %%
 if rank == 0:
-    from chapters.support.overview import draw_strategies
-
     show(draw_strategies(["dp", "zero1", "tp", "pp"]), "09_here")
 
 # %% [markdown]
@@ -127,12 +131,12 @@ if rank == 0:
 # the axis's name, under which bytes are counted and traced.
 
 # %%
-from minipar.comm import DeviceMesh, run_local
+from minipar.comm import run_local
 
 if rank == 0:
-    show_source(DeviceMesh.__init__, DeviceMesh._along)
+    show_source(mp.DeviceMesh.__init__, mp.DeviceMesh._along)
     for shape in (sizes, {"dp": 2, "tp": 2, "pp": 2}, {"dp": 4, "tp": 1, "pp": 3}, {"dp": 1, "tp": 6, "pp": 1}):
-        for r, mesh in enumerate(run_local(prod(shape.values()), DeviceMesh, **shape)):
+        for r, mesh in enumerate(run_local(prod(shape.values()), mp.DeviceMesh, **shape)):
             assert mesh.coordinates | {"cp": 0} == coordinates(r, shape)
             for axis in AXES:
                 assert [list(getattr(mesh, axis).ranks)] == [row for row in rows(axis, shape) if r in row]
@@ -141,12 +145,10 @@ if rank == 0:
 # %% [markdown]
 # ## 9.2 What the axes leave on a rank
 #
-# *Core, 8 minutes.*
+# *Core, 6 minutes.*
 #
-# From here on the grid is dp 2 x tp 2 x pp 2, which has eight ranks. If mpirun started another number, they are threads
-# of rank 0 that run the same program, and mpirun's ranks also train a layout of their own.
-#
-# Three axes cut the model, from the inside out:
+# From here on the grid is dp 2 x tp 2 x pp 2, which has eight ranks. (If you have started another number, rank 0 runs
+# eight threads instead.) Three axes cut the model, from the inside out:
 #
 # 1. **tp** cuts the large matrices of the serial model. A rank now has a narrower model with all layers.
 #
@@ -155,33 +157,50 @@ if rank == 0:
 # 3. **dp** repeats what is left, with other samples. ZeRO cuts what is repeated: parameters, gradients or optimizer
 # state, in chunks over the dp row.
 #
-# The trainer does exactly this, in this order: `tensor_parallel`, then `PipelineParallel`, then `shard`. None of them
-# asks what the others did. Each records its part in the parameter's *placement*. So what a rank holds can be computed
-# before anything has run. A model of 59,584 parameters on the eight ranks, with ZeRO 1:
+# `python -m minipar.train` does exactly this, in this order: `tensor_parallel`, then `PipelineParallel`, then `shard`.
+# None of them asks what the others did. Each records its part in the parameter's *placement*. `trainer_of` makes on a
+# rank what the command line makes. Here it is on the eight ranks, for a model of 59,584 parameters, with ZeRO 1:
+
 
 # %%
-from chapters.support.ch09 import eight
-from chapters.support.ch09.eight import args_of, on_eight, trainer_on
-from chapters.support.training import step_layout
-from minipar.parallel.placement import BucketSlice, Partial, Shard
-from minipar.parallel.placement_table import Placements
+from chapters.support.ch09.eight import on_eight
+from minipar.parallel.placement import Shard
+from minipar.train.data import load_tokens
+from minipar.train.flags import parse
+from minipar.train.trainer import Trainer
 
-MINE = eight.layout_of(size)  # the layout of the ranks that mpirun started
-GRID = "--dp 2 --tp 2 --pp 2 --microbatches 4 --global-batch 8"
-layout = step_layout(args_of(f"{GRID} --zero-stage 1", 8))
-ranks = [layout.placements(**layout.coordinates(r)) for r in range(8)]  # of each rank, those of its parameters
-held = [sum(each.dp.size for each in placements) for placements in ranks]  # parameters on each rank,
-cut = [sum(each.dp.size for each in placements if isinstance(each.tp, Shard)) for placements in ranks]  # cut by tp,
-updated = [sum(len(each.dp.own) for each in placements) for placements in ranks]  # updated by its optimizer
-model = sum(prod(each.shape) for each in [*ranks[0], *ranks[4]])  # of a rank of each stage
-say(f"parameters of the model {model:,}, on rank 0 {held[0]:,}, on rank 4 {held[4]:,}; updated there {updated[0::4]}")
-assert held == [17_504] * 4 + [12_960] * 4 and updated == [8_752] * 4 + [6_480] * 4
-assert model == 59_584 and sum(updated) == 60_928
+TRAINING = (
+    "--layers 4 --hidden 32 --heads 8 --seq-len 16 --vocab-size 256 --dtype float64 --global-batch 8 "
+    "--lr 3e-3 --clip-grad 0.5 --steps 5 --reduction ordered "
+)
+GRID = "--dp 2 --tp 2 --pp 2 --microbatches 4 "
+TEXT = load_tokens(None, vocab_size=256, seq_len=16)  # the text on which it trains without --data
+
+
+def trainer_of(comm, flags, kind=Trainer, mesh=mp.DeviceMesh, text=TEXT):
+    """What `python -m minipar.train FLAGS` makes on this rank. A later flag replaces an earlier one."""
+    args = parse((TRAINING + flags).split(), comm.size)
+    return kind(args, mesh(comm, dp=args.dp, tp=args.tp, pp=args.pp), text)
+
+
+def placements_of(comm, flags):
+    """The placements of the parameters that this rank holds: those of its stage."""
+    trainer = trainer_of(comm, flags)
+    return [placed for placed in mp.placements(trainer.model) if placed.pp == trainer.mesh.pp.rank]
+
+
+# %%
+ranks = on_eight(comm, placements_of, GRID + "--zero-stage 1")  # on rank 0: what each of the eight returns
 if rank == 0:
-    names = [
-        f"rank {r}: " + " ".join(f"{axis} {layout.coordinates(r)[axis]}" for axis in ("pp", "dp", "tp"))
-        for r in range(8)
-    ]
+    held = [sum(each.dp.size for each in placed) for placed in ranks]  # parameters on each rank,
+    cut = [sum(each.dp.size for each in placed if isinstance(each.tp, Shard)) for placed in ranks]  # cut by tp,
+    updated = [sum(len(each.dp.own) for each in placed) for placed in ranks]  # updated by its optimizer
+    model = sum(prod(each.shape) for each in [*ranks[0], *ranks[4]])  # of the whole model: a rank of each stage
+    say(f"of {model:,} parameters rank 0 holds {held[0]:,}, rank 4 {held[4]:,}; they update {updated[0::4]}")
+    assert held == [17_504] * 4 + [12_960] * 4 and updated == [8_752] * 4 + [6_480] * 4
+    assert model == 59_584 and sum(updated) == 60_928
+    places = [coordinates(r, {"dp": 2, "tp": 2, "pp": 2}) for r in range(8)]
+    names = [f"rank {r}: pp {at['pp']} dp {at['dp']} tp {at['tp']}" for r, at in enumerate(places)]
     whole = [held[r] - cut[r] for r in range(8)]
     show(layout_figures.plot_held(cut, whole, updated, names), "09_held")
 
@@ -190,7 +209,8 @@ if rank == 0:
 # second stage's copy of the tied one is not counted: the first updates it and sends it.) Each rank's optimizer updates
 # half of them. All optimizers together update 60,928: 1,344 more than the model has. These are LayerNorms, positions
 # and some biases. tp does not cut them, so both ranks of a tp row update the same values.
-#
+
+# %% [markdown]
 # ### Placements
 #
 # *Deeper, 5 minutes.*
@@ -201,6 +221,9 @@ if rank == 0:
 # needs all axes is a loop over placements: the norm, checkpoints, the bytes of 9.4.
 
 # %%
+from minipar.parallel.placement import BucketSlice
+from minipar.parallel.placement_table import Placements
+
 if rank == 0:
     print(Placements(ranks[0][:14]))  # the embeddings and the first block
     show_source(BucketSlice.elements)
@@ -211,84 +234,198 @@ if rank == 0:
 # optimizer updates. In a program of yours `print(mp.placements(model))` shows it, on any rank.
 #
 # `BucketSlice.elements` says which elements of a parameter lie in the chunk of a dp rank.
-#
+
+# %% [markdown]
 # ## 9.3 Six layouts, one loss curve
 #
 # *Core, 8 minutes.*
 #
-# If the axes do not know each other, every combination must train the same model. Six layouts of eight ranks, with
-# clipping, in float64. The last one has everything at once.
+# If the axes do not know each other, every combination must train the same model. Here is a program with all three
+# axes, as you could write it. Its model has four stages: an embedding, two blocks, a head. (There is no attention, so
+# it learns from one token alone what the next one is.) A stage is given the mesh and uses `mesh.tp`.
+
 
 # %%
-from minipar.train.verify import BOUND, verify
+from functools import partial
 
-PIPELINED = "dp 2 x pp 4, zb-h1"
-LAYOUTS = {
-    "dp 8": "--dp 8 --global-batch 8",
-    "dp 8, ZeRO 3": "--dp 8 --zero-stage 3 --global-batch 8",
-    "tp 8, sequence parallel": "--tp 8 --sequence-parallel --global-batch 8",
-    PIPELINED: "--dp 2 --pp 4 --microbatches 4 --schedule zb-h1 --global-batch 8",
-    "dp 2 x tp 2 x pp 2": GRID,
-    "the same, interleaved, ZeRO 3,\nsequence parallel, recompute": f"{GRID} --schedule interleaved-1f1b "
-    "--zero-stage 3 --sequence-parallel --recompute full",
-}
-single = eight.single_device("--global-batch 8") if rank == 0 else None  # one device takes the whole batch at once
-runs = {label: on_eight(comm, eight.train, flags, single) for label, flags in LAYOUTS.items()}
+V, H = 16, 32  # vocabulary and hidden size
+NEW = {"dtype": "float64"}
+
+
+class First(mp.Module):
+    def __init__(self, mesh):
+        self.embedding = mp.VocabParallelEmbedding(V, H, mesh.tp, name="embedding", **NEW)
+
+    def forward(self, tokens):
+        return self.embedding(tokens)
+
+
+class Block(mp.Module):
+    def __init__(self, mesh, name):
+        self.up = mp.ColumnParallelLinear(H, 4 * H, mesh.tp, name=f"{name}.up", **NEW)
+        self.down = mp.RowParallelLinear(4 * H, H, mesh.tp, name=f"{name}.down", **NEW)
+
+    def forward(self, x):
+        return x + self.down(mp.gelu(self.up(x)))
+
+
+class Last(mp.Module):
+    def __init__(self, mesh):
+        self.head = mp.ColumnParallelLinear(H, V, mesh.tp, name="head", bias=False, **NEW)
+
+    def loss_sum(self, x, y):
+        return mp.vocab_parallel_cross_entropy_sum(self.head(x), y, self.head.group)
+
+
+STAGES = [First, partial(Block, name="0"), partial(Block, name="1"), Last]
+
+# %% [markdown]
+# The training loop has a line for each of the other axes. `PipelineModule` gives each rank of `mesh.pp` its stages.
+# `ZeroOptimizer` sums the gradients over `mesh.dp` and cuts AdamW's state over it. Each replica takes its own samples.
+
+# %%
+STEPS = 5
+
+
+def train(world, dp=1, tp=1, pp=1, schedule="1f1b"):
+    """Train in a layout. Return the loss of each step, and on rank 0 the whole model's parameters after each."""
+    mesh = mp.DeviceMesh(world, dp=dp, tp=tp, pp=pp)
+    model = mp.PipelineModule(STAGES, mesh, num_microbatches=4, schedule=schedule)
+    optimizer = mp.ZeroOptimizer(model.parameters(), mp.AdamW, mesh.dp, lr=3e-2)
+    losses = []
+    states = []
+    for step in range(STEPS):
+        x = np.random.default_rng(step).integers(0, V, (32, 8))[mesh.dp.rank :: mesh.dp.size]
+        loss = model(x, (x + 1) % V)  # the token after t is t + 1
+        norm = mp.clip_grad_norm(model.parameters(), 0.02, mesh.dp, mesh.tp, mesh.pp)
+        assert norm > 0.02  # it does clip
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        states.append(model.state_dict())
+    return losses, states
+
+
+# %% [markdown]
+# Six layouts of eight ranks, and one device:
+
+# %%
+from minipar.comm import serial
+from minipar.train.verify import BOUND
+
+LAYOUTS = [
+    {"dp": 8},
+    {"tp": 8},
+    {"dp": 2, "tp": 4},
+    {"dp": 2, "pp": 4, "schedule": "zb-h1"},
+    {"dp": 2, "tp": 2, "pp": 2},
+    {"dp": 2, "tp": 2, "pp": 2, "schedule": "interleaved-1f1b"},
+]
+one_device, right = train(serial())
+curves = {}
+for layout in LAYOUTS:
+    answers = on_eight(comm, partial(train, **layout))
+    if rank == 0:
+        losses, states = answers[0]
+        apart = []  # after each step, the largest difference of a parameter, relative to the largest of its array
+        for state, alone in zip(states, right, strict=True):
+            apart.append(max(abs(state[name] - alone[name]).max() / abs(alone[name]).max() for name in alone))
+        label = ", ".join(f"{axis} {value}" for axis, value in layout.items())
+        say(f"{label:<45} loss {losses[-1]:.12f}, parameters within {max(apart):.1e}")
+        assert max(apart) < 1e-12 and np.allclose(losses, one_device, rtol=1e-13, atol=0)
+        curves[label] = losses, apart
 if rank == 0:
-    for label, (first, *_) in runs.items():
-        assert first["passed"], (label, first["verdict"])
-        say(f"{' '.join(label.split()):<60} {eight.STEPS} steps: within {first['differences'][-1]:.1e} of one device")
-    assert runs["dp 8"][0]["bits"] == runs["dp 8, ZeRO 3"][0]["bits"]
-    one_device = [result.loss for result in single.results]
-    show(layout_figures.plot_layouts(eight.curves(runs), one_device, [BOUND] * eight.STEPS), "09_layouts")
+    assert one_device[-1] < 0.9 * one_device[0]
+    show(layout_figures.plot_layouts(curves, one_device, [BOUND] * STEPS), "09_layouts")
 
 # %% [markdown]
 # Above, the symbols lie on one another. Below is what is left between them, in the parameters: rounding, some
-# $10^{-13}$ of an array's largest value, where `--verify` allows $10^{-9}$ (6b.6). It has two causes. The single device
-# here takes the batch at once; the layouts cut it into parts and add those. And tp splits the sums inside the products
-# (chapter 6b). dp 8 without ZeRO and with stage 3 have the same bits.
+# $10^{-13}$ of an array's largest value. It has two causes. The ranks of dp add up other parts of the batch than one
+# device, and tp splits the sums inside the products (chapter 6b).
+
+# %% [markdown]
+# ### The same from the command line
 #
-# The first cause goes away if the single device adds the same parts in the same order: then every layout without tp has
-# its **bits**. `--verify` compares with that device. It judges the layout of this run's own ranks, over MPI:
+# *Core, 2 minutes.*
+#
+# `--verify` does this with a GPT: one device trains the same steps, and every loss, norm and parameter is compared. The
+# one device adds the parts of the batch in the order of the ranks. Then only tp is left as a cause, and a layout
+# without tp must have its **bits**. The third layout has everything at once. The fourth is that of your own ranks.
 
 # %%
-trainer = trainer_on(comm, f"{MINE} --zero-stage 3", steps=3)
-verdict = verify(trainer, list(trainer.train()))
-assert verdict.passed and ("bit for bit" in verdict.line) == ("--tp 1" in MINE), verdict.line
-say(f"{MINE} --zero-stage 3\n{verdict.line}")
+from chapters.support.ch09.eight import layout_of
+from minipar.train.verify import verify
+
+PIPELINED = "--dp 2 --pp 4 --microbatches 4 --schedule zb-h1 "
+EVERYTHING = GRID + "--schedule interleaved-1f1b --zero-stage 3 --sequence-parallel --recompute full "
+MINE = layout_of(size)  # the flags of a layout of the ranks that mpirun has started
+
+
+def verified(comm, flags):
+    trainer = trainer_of(comm, flags)
+    return verify(trainer, list(trainer.train())).line
+
+
+for flags in ("--dp 8 --zero-stage 3", PIPELINED, EVERYTHING, MINE):
+    lines = [verified(comm, flags)] if flags == MINE else on_eight(comm, verified, flags)
+    if rank == 0:
+        say(f"{flags}\n  {lines[0]}")
+        how = "within" if "--tp 2" in flags else "bit for bit"
+        assert f"= 1 device {how}" in lines[0]
 
 # %% [markdown]
 # ### The same text
 #
-# *Core, 4 minutes.*
+# *Deeper, 4 minutes.*
 #
 # Let the model write. It reads one sentence over and over, 100 steps, once on one device and once on the eight ranks.
-# Each run saves a checkpoint, and each model continues the word "The", with the likeliest letter at each place. Before
+# Each run saves its model, and each model continues the word "The", with the likeliest letter at each place. Before
 # training it repeats one letter.
 
 # %%
-from minipar.comm import chunk_bounds, serial
+from chapters.support.ch09.eight import shared_directory
+from minipar.generate import generate
+from minipar.train.data import Tokens
 
-folder, cleanup = eight.shared_directory(comm)
+SENTENCE = Tokens(np.frombuffer(100 * b"The big dwarf only jumps. ", np.uint8), "a sentence")
+WRITER = "--layers 2 --heads 4 --lr 1e-2 --clip-grad 0 "
+folder, cleanup = shared_directory(comm)
+
+
+def learn(comm, flags, steps, name):
+    """Train, and write the model into a folder; return the last loss."""
+    trainer = trainer_of(comm, f"{WRITER} {flags} --steps 100", text=SENTENCE)
+    loss = [trainer.step(step).loss for step in range(steps)][-1:]
+    state = trainer.state_dict()
+    if comm.rank == 0:
+        mp.save_pretrained(trainer.model, f"{folder}/{name}", state)
+    return loss
+
+
 if rank == 0:
-    eight.learn(serial(), "", 0, f"{folder}/untrained")
-    alone = eight.learn(serial(), "", 100, f"{folder}/one")
-losses = on_eight(comm, eight.learn, "--dp 2 --tp 2 --pp 2 --microbatches 4", 100, f"{folder}/eight")
+    learn(serial(), "", 0, "untrained")
+    (alone,) = learn(serial(), "", 100, "one")
+answers = on_eight(comm, learn, GRID, 100, "eight")
 if rank == 0:
-    texts = {who: eight.text_of(f"{folder}/{who}") for who in ("untrained", "one", "eight")}
-    for who, text in texts.items():
-        say(f"{who:<10} {text}")
-    say(f"the last loss: {alone:.12f} on one device, {losses[0]:.12f} on eight ranks")
+    texts = {}
+    for who in ("untrained", "one", "eight"):
+        written = generate(mp.load_pretrained(f"{folder}/{who}"), list(b"The"), 60, temperature=0.0, seed=0)
+        texts[who] = bytes(written).decode(errors="replace")
+        say(f"{who:<10} {texts[who]}")
+    (together,) = answers[0]
+    say(f"the last loss: {alone:.12f} on one device, {together:.12f} on eight ranks")
     assert texts["one"] == texts["eight"] != texts["untrained"] and "big dwarf only jumps." in texts["eight"]
-    assert abs(losses[0] - alone) < 1e-7
+    assert abs(together - alone) < 1e-7
+cleanup.close()
 
 # %% [markdown]
 # The texts are equal, letter by letter. The losses differ by rounding only. On the command line: `python -m
 # minipar.train --export DIR` and `python -m minipar.generate --from DIR --prompt The`.
-#
+
+# %% [markdown]
 # ## 9.4 Bytes per axis
 #
-# *Core, 8 minutes.*
+# *Core, 6 minutes.*
 #
 # What a step sends is known before it runs. The closed forms of chapters 4 to 7 hold on each axis, with that axis's
 # share of the rest: a rank all-reduces over tp for *its* layers, and over dp *its* part of the parameters. A rank has
@@ -304,23 +441,33 @@ if rank == 0:
 # in the middle; the first and the last rank send $\frac{V}{t}\, h\, w$ bytes more: the new embedding downwards, its
 # gradient upwards. (This is for one stage per rank, without sequence parallelism.)
 #
-# Here for rank 0 of dp 2 x tp 2 x pp 2. Which axis sends the most bytes?
+# Here for rank 0 of the GPT of 9.2. Which axis sends the most bytes?
 
 # %%
 from chapters.support.predict import predict, reveal
-from chapters.support.training import step_traffic
-from minipar.parallel.predicted_traffic import tp_bytes
 
 predict("most bytes", ...)  # "tp", "dp" or "pp"
+
+
+# %%
+def counted_step(comm, flags):
+    """The bytes that this rank sends on each axis in a step."""
+    trainer = trainer_of(comm, flags)
+    comm.traffic.reset()
+    trainer.step(0)
+    return {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
+
+
 d, t, m, B = 2, 2, 4, 1  # ranks of dp and of tp, microbatches, samples in each
 T, h, V, w = 16, 32, 256, 8  # tokens in a sample, hidden size, vocabulary, bytes per value
 by_hand = {
     "tp": m * (4 * 2 + 1) * 2 * B * T * h * (t - 1) // t * w,
-    "dp": 2 * held[0] * (d - 1) // d * w,
+    "dp": 2 * 17_504 * (d - 1) // d * w,
     "pp": m * B * T * h * w + V // t * h * w,
 }
+sent = on_eight(comm, counted_step, GRID)
 if rank == 0:
-    counted = runs["dp 2 x tp 2 x pp 2"][0]["sent"]
+    counted = sent[0]
     for axis in AXES:
         say(f"{axis}: {by_hand[axis]:>8,} bytes by hand, {counted[axis]:>8,} counted")
     assert {axis: counted[axis] - by_hand[axis] for axis in AXES} == {"tp": 16, "dp": 8, "pp": 200}
@@ -333,7 +480,8 @@ if rank == 0:
 # stage?** Only that stage knows it. All other stages add a zero: an all-reduce of one value, 8 bytes, over pp. A second
 # one over dp adds up the replicas. Then every rank has the loss of the global batch, and every rank can decide alike
 # whether a step is skipped.
-#
+
+# %% [markdown]
 # ### For every layout
 #
 # *Deeper, 3 minutes.*
@@ -342,20 +490,36 @@ if rank == 0:
 # layers, embedding, head), and for what tp has cut and what it has not. They are added after the all-reduce, so the
 # order is the same for every cut into stages. The library's forms have these sums too, and sequence parallelism,
 # recompute, ZeRO and uneven stages; the sizes of the buckets come from the placements. So its account is exact. In each
-# of the six layouts, every rank sent in its first step what `predicted_traffic` says, and so does each rank of this run
+# of six layouts, every rank sends in its first step what `predicted_traffic` says, and so does each rank of this run
 # over MPI:
 
 # %%
+from minipar.parallel.predicted_traffic import tp_bytes
+
+
+def predicted(flags, ranks, r):
+    sent = step_traffic(parse((TRAINING + flags).split(), ranks), r)
+    return {axis: sent[axis] for axis in AXES}
+
+
+COUNTED = {
+    "dp 8": "--dp 8",
+    "dp 8, ZeRO 3": "--dp 8 --zero-stage 3",
+    "tp 8, sequence parallel": "--tp 8 --sequence-parallel",
+    "dp 2 x pp 4, zb-h1": PIPELINED,
+    "dp 2 x tp 2 x pp 2": GRID,
+    "the same, interleaved, ZeRO 3, sequence parallel, recompute": EVERYTHING,
+}
 if rank == 0:
     show_source(tp_bytes)
     say(f"{'bytes of one step, all eight ranks':<62}{'tp':>12}{'dp':>12}{'pp':>12}")
-    for label, flags in LAYOUTS.items():
-        args = args_of(flags, 8)
-        assert [answer["sent"] for answer in runs[label]] == [step_traffic(args, r) for r in range(8)]
-        total = "".join(f"{sum(answer['sent'][axis] for answer in runs[label]):>12,}" for axis in AXES)
-        say(f"{' '.join(label.split()):<62}{total}")
-trainer = trainer_on(comm, f"{MINE} --zero-stage 3")
-assert eight.counted_step(comm, trainer)[1] == step_traffic(trainer.args, rank)
+for label, flags in COUNTED.items():
+    answers = on_eight(comm, counted_step, flags)
+    if rank == 0:
+        assert answers == [predicted(flags, 8, r) for r in range(8)]
+        total = "".join(f"{sum(answer[axis] for answer in answers):>12,}" for axis in AXES)
+        say(f"{label:<62}{total}")
+assert counted_step(comm, f"{MINE} --zero-stage 3") == predicted(f"{MINE} --zero-stage 3", size, rank)
 
 # %% [markdown]
 # ### Who sends to whom
@@ -365,26 +529,40 @@ assert eight.counted_step(comm, trainer)[1] == step_traffic(trainer.args, rank)
 # A trace holds every message. Here is one step of dp 2 x tp 2 x pp 2, as messages between its ranks
 # (the same comes from `--trace FILE.json` and `python -m visualize mesh FILE.json --out FIG.png`):
 
+
 # %%
-events = on_eight(comm, eight.traced_step, GRID)
+def traced_step(comm):
+    """The events of one step on this rank, in Chrome's trace format."""
+    comm = mp.Communicator(comm.transport, clock="model")
+    trainer = trainer_of(comm, GRID)
+    comm.tracer.enabled = True
+    trainer.step(0)
+    return comm.tracer.chrome_events(comm.rank)
+
+
+events = on_eight(comm, traced_step)
 if rank == 0:
     from visualize import mesh_traffic, parse_trace, plot_mesh
 
-    traffic = mesh_traffic(parse_trace(eight.one_trace(events)))
+    about = {"clock": "model", "mesh": {"pp": 2, "dp": 2, "tp": 2}}
+    trace = {"traceEvents": [event for own in events for event in own], "otherData": about}
+    traffic = mesh_traffic(parse_trace(trace))
     assert all(traffic.sent(axis, 0)[1] == counted[axis] for axis in AXES)
     show(plot_mesh(traffic), "09_mesh")
 
 # %% [markdown]
 # A pipeline rank sends each activation to *one* other rank, the one with its own dp and tp coordinates. (The picture
 # counts in KiB, 1024 bytes: 147,472 bytes are 144 KiB.)
-#
+
+# %% [markdown]
 # ## 9.5 Why tp is innermost
 #
-# *Core, 12 minutes.*
+# *Core, 11 minutes.*
 #
 # A cluster has two kinds of links: fast ones inside a host, slow ones between hosts. Ranks are numbered host by host,
-# $g$ in each. All rows of an axis stay inside a host if their stride times their length divides $g$: along tp if $t$
-# divides $g$, along dp if $t d$ does. Counted for dp 2 x tp 4 x pp 2:
+# $g$ in each. A row of an axis with $n$ ranks and stride $s$ lies in a block of $s n$ neighbouring ranks. If $s n$
+# divides $g$, every block lies inside a host: for tp if $t$ divides $g$, for dp if $t d$ does. Counted for dp 2 x tp 4
+# x pp 2:
 
 
 # %%
@@ -403,61 +581,131 @@ assert rows_inside(sizes, host=lambda r: r % 2) == {"tp": 0, "dp": 8, "pp": 8}  
 # On hosts of eight all rows of tp and dp stay inside and those of pp leave. On hosts of four only tp stays inside.
 # Which axis should leave last?
 #
-# We time the *real program* on the model clock, with dp 2 x tp 2 x pp 2 on two hosts of four ranks. The model has two
-# layers, $B = 1$ and $m = 16$. It is a scale model: $h = 96$ stands for 6144, $T = 32$ for 2048, $V = 256$ for 16,384,
-# each 64 times as large. Bytes and times are those of the full size, in 16 bit, on devices that do $4\cdot10^{14}$
-# operations per second. Two axes have NVLink (3 µs, 450 GB/s); the third has the link between the
-# hosts, InfiniBand (5 µs, 50 GB/s) or Ethernet (30 µs, 12.5 GB/s). Each axis is put there once. To the program nothing
-# changes but the rank order: the same values, the same bytes. (Bandwidths are from data sheets, latencies assumed.)
-#
-# With every axis on NVLink a step takes 156.8 ms. How many milliseconds does it take with tp on Ethernet? And pp?
+# We time a step of dp 2 x tp 2 x pp 2 on the model clock, which gives products and messages the time that a cluster
+# takes. Two axes have NVLink; the third has the link between the hosts, InfiniBand or Ethernet. The program sends the
+# same bytes in each case. It is a scale model: $h = 96$ stands for 6144, $T = 32$ for 2048, $V = 256$ for 16,384, each
+# 64 times as large. So a message stands for $64^2$ times its bytes (half of that, for 16 bit), and a product for $64^3$
+# times its operations, of which a device does $4\cdot10^{14}$ per second. (Bandwidths are from data sheets, latencies
+# assumed.)
+
+# %%
+from dataclasses import dataclass
+
+from minipar.comm import ModelClock, Network, run_local
+
+LINKS = {"NVLink": (3e-6, 450e9), "InfiniBand": (5e-6, 50e9), "Ethernet": (30e-6, 12.5e9)}  # s per message, bytes/s
+AXIS_OF = {1: "tp", 2: "dp", 4: "pp"}  # the distance of two neighbours along each axis
+SCALED = GRID + "--layers 2 --hidden 96 --seq-len 32 --dtype float32 --reduction ring --clip-grad 1 "
+LONGER = load_tokens(None, vocab_size=256, seq_len=32)
+
+
+@dataclass(frozen=True)
+class AxisNetwork(Network):
+    """NVLink for each axis but one."""
+
+    slow: str = ""
+    link: str = "NVLink"
+
+    def seconds(self, nbytes, source, dest):
+        axis = AXIS_OF[abs(source - dest)]
+        latency, bandwidth = LINKS[self.link if axis == self.slow else "NVLink"]
+        return latency + nbytes * 64**2 / 2 / bandwidth
+
+
+def timed_step(comm, microbatches, traced=False):
+    """The seconds of a step, and what this rank sends on each axis: bytes at full size, messages. Or its events."""
+    trainer = trainer_of(comm, f"{SCALED} --microbatches {microbatches} --global-batch {2 * microbatches}", text=LONGER)
+    comm.traffic.reset()
+    comm.tracer.enabled = traced
+    trainer.step(0)
+    sent = {axis: (comm.traffic.bytes(axis=axis) * 64**2 / 2, comm.traffic.messages(axis=axis)) for axis in AXES}
+    return comm.clock.now(), comm.tracer.chrome_events(comm.rank) if traced else sent
+
+
+def simulated(slow, link, *arguments):
+    """What eight ranks return that have `link` along the axis `slow`."""
+    network = AxisNetwork(slow=slow, link=link)
+    return run_local(8, timed_step, *arguments, clock=partial(ModelClock, 4e14 / 64**3), network=network)
+
+
+# %%
+if rank == 0:
+    answers = simulated("", "NVLink", 16)
+    fast = max(seconds for seconds, _ in answers)
+    _, full = answers[0]
+    say(f"every axis on NVLink: {1e3 * fast:.1f} ms. Rank 0 sends")
+    for axis, (nbytes, messages) in full.items():
+        say(f"  over {axis} {nbytes / 1e6:>6,.0f} MB in {messages:>3} messages")
+    found = {axis: (round(nbytes / 1e6), messages) for axis, (nbytes, messages) in full.items()}
+    assert found == {"tp": (2013, 162), "dp": (586, 6), "pp": (504, 21)} and round(1e3 * fast, 1) == 156.8
+
+# %% [markdown]
+# With every axis on NVLink a step takes 156.8 ms. The *price* of an axis on a link is that of all its messages, one
+# after the other, nothing hidden: messages times latency plus bytes divided by bandwidth. NVLink's price is in the
+# 156.8 ms already. **Predict** from the lines above: how many milliseconds does a step take with tp on Ethernet
+# (30 µs, 12.5 GB/s)? And with pp there?
 
 # %%
 predict("ms with tp on Ethernet", ...)
 predict("ms with pp on Ethernet", ...)
 
 # %%
-from chapters.support.ch09.eight import Job
+from chapters.support.share_work import shared
 
-SLOW = ("InfiniBand", "Ethernet")
-steps = [Job(axis, "Ethernet", 4, traced=True) for axis in ("pp", "tp")]  # for the timeline
-jobs = {(axis, link): Job(axis, link, 16) for link in SLOW for axis in AXES}
-simulated = eight.simulate(comm, [Job(None, "NVLink", 16), *jobs.values(), *steps])
+
+def seconds_with(slow, link):
+    return max(seconds for seconds, _ in simulated(slow, link, 16))
+
+
+jobs = [(axis, link) for link in ("InfiniBand", "Ethernet") for axis in AXES]
+times = dict(zip(jobs, shared(comm, seconds_with, jobs), strict=True))  # each rank simulates some of them
 if rank == 0:
-    fast = simulated[Job(None, "NVLink", 16)]
-    times = {key: simulated[job].seconds for key, job in jobs.items()}
-    say(f"every axis on NVLink: {fast.seconds * 1e3:.1f} ms. One axis on another link (rank 0's bytes and messages):")
     for (axis, link), seconds in times.items():
-        nbytes, messages = fast.traffic[axis]
-        price = messages * eight.LINKS[link][0] + nbytes / eight.LINKS[link][1]
-        text = f"{axis} on {link:<10}{nbytes / 1e6:>7,.0f} MB in {messages:>3} messages"
-        say(f"{text}   price {price * 1e3:>5.1f} ms   step longer by {(seconds - fast.seconds) * 1e3:>5.1f} ms")
-    assert all(times["tp", link] > times["dp", link] > times["pp", link] > fast.seconds for link in SLOW)
-    found = [round(1e3 * seconds, 1) for seconds in (fast.seconds, *(times[axis, "Ethernet"] for axis in AXES))]
-    assert found == [156.8, 330.5, 202.5, 186.4], found
+        nbytes, messages = full[axis]
+        latency, bandwidth = LINKS[link]
+        price = messages * latency + nbytes / bandwidth
+        longer = seconds - fast
+        say(f"{axis} on {link:<10}  price {1e3 * price:>5.1f} ms   step longer by {1e3 * longer:>5.1f} ms")
+    for link in ("InfiniBand", "Ethernet"):
+        assert times["tp", link] > times["dp", link] > times["pp", link] > fast
+    assert [round(1e3 * times[axis, "Ethernet"], 1) for axis in AXES] == [330.5, 202.5, 186.4]
     for axis in ("tp", "pp"):
         reveal(f"ms with {axis} on Ethernet", round(1e3 * times[axis, "Ethernet"], 1), say)
-    show(layout_figures.plot_placements(fast.seconds, times), "09_placements")
+    show(layout_figures.plot_placements(fast, times), "09_placements")
 
 # %% [markdown]
-# *Price* means: all messages and bytes of the axis on the slow link, nothing hidden. With dp and pp the step grows by
-# less than that, because it already contains NVLink's price and because some of the messages are hidden. With tp on
-# Ethernet it grows by a little more than rank 0's price: the last stage sums over the vocabulary, too. On Ethernet
-# between the hosts a step takes 330.5 ms with tp there, 202.5 ms with dp, 186.4 ms with pp:
+# With dp and pp the step grows by less than the price: NVLink's price is gone, and some messages are hidden. With tp on
+# Ethernet it grows by a little more than rank 0's price, because the last stage sums over the vocabulary, too. On
+# Ethernet a step takes 330.5 ms with tp there, 202.5 ms with dp, 186.4 ms with pp:
 #
-# - **tp** sends the most, in the most messages, and everybody waits for each of them. (The sums of backward, half of
-# all, could be hidden behind weight gradients. Megatron-LM does so; this library keeps the plain form.)
+# - **tp** sends the most, in the most messages, and everybody waits for each of them. (The sums of backward could be
+# hidden behind weight gradients, as Megatron-LM does; this library keeps the plain form.)
 #
-# - **dp** sends its gradients once per step, whatever the number of microbatches. On the last stage it travels while
-# the first still works, which saves nothing here: the first stage ends last, and its sum is not hidden.
+# - **dp** sends its gradients once per step, whatever the number of microbatches. The sum of the last stage travels
+# while the first still works. That saves nothing here: the first stage ends last, and its sum is not hidden.
 #
 # - **pp** sends the least: one activation per microbatch and cut, and once per step the embedding. Ranks wait for these
-# messages mostly while the pipeline fills and drains, and at the end for the embedding.
+# messages mostly while the pipeline fills and drains.
 #
 # So rank numbers run tp, dp, pp from the inside out, and $t$ should divide the ranks of a host. Megatron has the same
 # order. It is no law: with more microbatches tp and pp send more and dp does not; with ZeRO 3 dp may send more than tp
 # (9.4's table).
+
+# %% [markdown]
+# ### What is random, by axis
 #
+# *Core, 2 minutes.*
+#
+# All ranks draw with one seed; what is drawn depends on the name of the parameter, on the sample and on the layer.
+#
+# | what | along dp | along tp | along pp |
+# | --- | --- | --- | --- |
+# | first weights, drawn for the serial model | the same | each keeps its part | each keeps its layers |
+# | samples | differ | the same | the same |
+# | dropout where the activation is whole (6b.4) | a mask for each sample | one mask | a mask for each layer |
+# | dropout where tp cuts the activation (6b.4) | a mask for each sample | parts of one mask | a mask for each layer |
+
+# %% [markdown]
 # ### Where the time goes
 #
 # *Deeper, 5 minutes.*
@@ -466,8 +714,11 @@ if rank == 0:
 # right order, then with tp between the hosts. Of the eight ranks we show four, the first replica.
 
 # %%
+from chapters.support.ch09.eight import one_after_another
+
 if rank == 0:
-    trace = eight.one_after_another([simulated[job] for job in steps], ranks=(0, 1, 4, 5))
+    steps = [simulated(axis, "Ethernet", 4, True) for axis in ("pp", "tp")]
+    trace = one_after_another(steps, ranks=(0, 1, 4, 5))
     show(layout_figures.plot_two_steps(trace, between_hosts=("pp", "tp")), "09_timeline")
 
 # %% [markdown]
@@ -495,21 +746,23 @@ if rank == 0:
 # | squares for the norm | pp, tp; dp with ZeRO | once | nothing: all ranks wait for all |
 # | ZeRO 1, 2: new parameters | dp | once | nothing here; in Megatron the next forward (chapter 5) |
 # | the new embedding | pp | once, first stage to last | nothing |
+
+# %% [markdown]
+# ### On several hosts
 #
-# **What is random, by axis.** Weights are drawn for the serial model, with one seed on all ranks, and each keeps its
-# part. Samples differ along dp, and are the same along tp and pp. Dropout's masks differ with the sample, so along dp;
-# along tp they would be one mask where the activation is whole, and parts of one mask where it is cut (6b.4).
+# *Deeper, 2 minutes.*
 #
-# **On several hosts** nothing in the program changes; a launcher starts the ranks: `mpirun --hosts node1,node2 --ppn 4
+# Nothing in the program changes; a launcher starts the ranks: `mpirun --hosts node1,node2 --ppn 4
 # -n 8 python -m minipar.train --dp 2 --tp 4` (MPICH), `--host node1:4,node2:4` (Open MPI), or `srun --nodes 2
 # --ntasks-per-node 4 --distribution block` (Slurm). Let it number the ranks in blocks. `--distribution cyclic`,
 # `--map-by node` and `--ppn 1` deal them to the hosts in turn, and then tp lies between hosts, as in the last `assert`
-# above. Nothing fails; it is only slow. All hosts need the same program and text, and a shared file system for
-# `--save`.
-#
+# of `rows_inside`. Nothing fails; it is only slow. All hosts need the same program and text, and a shared file system
+# for `--save`.
+
+# %% [markdown]
 # ## 9.6 A checkpoint moves
 #
-# *Core, 10 minutes.*
+# *Core, 6 minutes.*
 #
 # **[Exercise 28](exercises/e28_reshard.py)** asks for a parameter on tp 4 from the pieces that dp 2 x tp 2 wrote: `make
 # exercises PYTEST="-k e28"`. Write it before you open the next cell.
@@ -559,7 +812,8 @@ if rank == 0:
 # replicas owns ten of them. Nobody gathers anything, nothing is written twice, and the reader needs neither the
 # writer's mesh nor its number of ranks: `part`, `parts`, `start` and `stop` say which elements of the serial matrix
 # these are.
-#
+
+# %% [markdown]
 # ### In the library
 #
 # *Deeper, 8 minutes.*
@@ -570,27 +824,22 @@ if rank == 0:
 from pathlib import Path
 
 from minipar.parallel.state import owned_pieces
+from minipar.train import checkpoint
 
 LAYER = "h.0.mlp.c_fc.weight"
+
+
+def pieces_of(comm, flags):
+    """The pieces of LAYER that this rank owns."""
+    owned = owned_pieces(trainer_of(comm, flags).optimizer.parameters)
+    return [piece for _, piece, _ in owned if piece.name == LAYER]
+
+
+pieces = on_eight(comm, pieces_of, GRID)
 if rank == 0:
     show_source(owned_pieces)
-MOVES = (
-    (GRID, "--dp 8 --zero-stage 3 --global-batch 8", None),
-    ("--dp 2 --pp 4 --microbatches 4 --schedule gpipe --zero-stage 3 --global-batch 8", LAYOUTS[PIPELINED], PIPELINED),
-)
-for number, (before, after, never_stopped) in enumerate(MOVES):
-    answers = on_eight(comm, eight.move, before, after, f"{folder}/{number}", single)
-    if rank == 0:
-        assert answers[0]["passed"], answers[0]["verdict"]
-        say(f"{before} -> {after}\n  {answers[0]['verdict']}")
-        assert never_stopped is None or answers[0]["bits"] == runs[never_stopped][0]["bits"]
-pieces = on_eight(comm, eight.pieces_of, GRID, LAYER)
-if rank == 0:
     say("\n".join(f"rank {r}: {piece}" for r in range(8) for piece in pieces[r]))
-    assert [(piece["start"], piece["stop"]) for own in pieces for piece in own] == [(0, 968)] * 2 + [(968, 2048)] * 2
-    saved = Path(folder, "0", "step-00000003")
-    assert np.load(saved / "parameter" / f"{LAYER}.npy").shape == (32, 128)
-    say("the checkpoint:", ", ".join(sorted(path.name for path in saved.iterdir())))
+    assert [(piece.start, piece.stop) for own in pieces for piece in own] == [(0, 968)] * 2 + [(968, 2048)] * 2
 
 # %% [markdown]
 # `owned_pieces` adds to the cell above what real parameters need. A parameter that tp does not cut belongs to the rank
@@ -598,6 +847,57 @@ if rank == 0:
 # cut from whole buckets, not from single parameters. So of this layer's matrix, 32 x 128 of which a tp rank holds 2,048
 # elements, the first replica owns 968 and the second 1,080.
 #
+# Three steps in one layout, a checkpoint, two in another:
+
+
+# %%
+def finished(comm, flags):
+    """Train to the end; return on rank 0 the parameters and the steps' results."""
+    trainer = trainer_of(comm, flags)
+    results = list(trainer.train())
+    return trainer.state_dict(), results
+
+
+def stop_and_save(comm, flags, folder):
+    trainer = trainer_of(comm, flags)
+    for step in range(3):
+        trainer.step(step)
+    checkpoint.save(trainer, folder, 3)
+    comm.barrier()  # nobody reads before all is written
+
+
+def resumed(comm, flags, folder):
+    """This rank's trainer, which goes on in a layout of its own."""
+    trainer = trainer_of(comm, f"{flags} --resume {folder}")
+    checkpoint.resume(trainer, folder)
+    return trainer
+
+
+def move(comm, before, after, folder):
+    stop_and_save(comm, before, folder)
+    trainer = resumed(comm, after, folder)
+    results = list(trainer.train())
+    return trainer.state_dict(), results
+
+
+folder, cleanup = shared_directory(comm)
+OTHER = "--dp 2 --pp 4 --microbatches 4 --schedule gpipe --zero-stage 3 "
+MOVES = (
+    (GRID, "--dp 8 --microbatches 1 --zero-stage 3 ", finished(serial(), "")),  # against one device, batch at once
+    (OTHER, PIPELINED, (on_eight(comm, finished, PIPELINED) or [None])[0]),
+)
+for number, (before, after, never_stopped) in enumerate(MOVES):
+    answers = on_eight(comm, move, before, after, f"{folder}/{number}")
+    if rank == 0:
+        verdict = verdict_of(answers[0], never_stopped, 8, exact=after == PIPELINED)
+        assert verdict.passed, verdict.line
+        say(f"{before}-> {after}\n  {verdict.line.replace('1 device', 'a run that never stopped')}")
+if rank == 0:
+    saved = Path(folder, "0", "step-00000003")
+    assert np.load(saved / "parameter" / f"{LAYER}.npy").shape == (32, 128)
+    say("the checkpoint:", ", ".join(sorted(path.name for path in saved.iterdir())))
+
+# %% [markdown]
 # The **file format** is plainer than ours: the arrays of the serial model, each in a file. `parameter/NAME.npy` is a
 # parameter, `exp_avg/NAME.npy` and `exp_avg_sq/NAME.npy` are AdamW's two means, and `run.json` has the step, the flags
 # and a fingerprint of the text. The owners send the pieces of one array after the other to rank 0, which joins and
@@ -607,12 +907,12 @@ if rank == 0:
 #
 # Samples and dropout are keyed by seed, step and sample, so of what is random only the step's number must be
 # remembered. The first move goes from dp 2 x tp 2 x pp 2 to dp 8 with ZeRO 3. The second one adds in the same order
-# before and after, so the resumed run has the **bits** of the run of 9.3 that never stopped. And over MPI, on this
-# run's own ranks:
+# before and after, so the resumed run has the **bits** of a run that never stopped. And over MPI, on this run's own
+# ranks:
 
 # %%
-eight.stop_and_save(comm, f"{MINE} --zero-stage 1", f"{folder}/mine")
-trainer = eight.resumed(comm, f"{MINE} --zero-stage 3", f"{folder}/mine")
+stop_and_save(comm, f"{MINE} --zero-stage 1", f"{folder}/mine")
+trainer = resumed(comm, f"{MINE} --zero-stage 3", f"{folder}/mine")
 verdict = verify(trainer, list(trainer.train()))
 assert verdict.passed and ("bit for bit" in verdict.line) == ("--tp 1" in MINE), verdict.line
 say(f"{MINE}: ZeRO 1 -> ZeRO 3\n  {verdict.line}")
@@ -622,26 +922,22 @@ cleanup.close()
 # On the command line: `--save DIR --save-every K`, and `--resume DIR` with any other `--dp --tp --pp --zero-stage`. The
 # run takes everything else, such as `--global-batch`, `--order` and `--seed`, from the checkpoint. So it goes on with
 # the samples that come next, in every layout.
-#
+
+# %% [markdown]
 # ## 9.7 Mistakes, and what notices them
 #
-# *Core, 10 minutes.*
+# *Core, 11 minutes.*
 #
-# Exercise 12 comes before this section: write the gradient's norm over three axes (`make exercises PYTEST="-k e12"`).
+# [Exercise 12](exercises/e12_gradient_norm.py) asks for the gradient's norm over three axes: `make exercises
+# PYTEST="-k e12"`. Write it before you read on.
 #
 # With several axes there is a new kind of mistake: the right operation on the wrong row. Four instruments look at two
-# steps of dp 2 x tp 2 x pp 2 with clipping at work:
+# steps of dp 2 x tp 2 x pp 2 with clipping at work. **loss**: is the last loss off by more than 5 %? **ranks**: do the
+# ranks that should hold the same values (on dp all parameters, on tp those that are not cut) still do so? **bytes**:
+# does each rank send on each axis what the formula says? **one device**: are parameters, losses and norms those of one
+# device?
 #
-# - **loss**: is the last loss off by more than 5 %?
-#
-# - **ranks**: do the ranks that should hold the same values still do so? (On dp all parameters, on tp those that are
-# not cut.)
-#
-# - **bytes**: does each rank send on each axis what the formula says?
-#
-# - **one device**: are parameters, losses and norms those of one device?
-#
-# Here are four mistakes. Which instrument catches which?
+# Which of them catches which of these mistakes?
 #
 # 1. **A gradient averaged over tp**, as if tp ranks were replicas.
 #
@@ -658,11 +954,7 @@ predict("mistake 3", ...)
 predict("mistake 4", ...)
 
 # %%
-from contextlib import nullcontext
-from unittest.mock import patch
-
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.train.trainer import Trainer
 
 
 class AveragesOverTP(Trainer):
@@ -678,9 +970,12 @@ class AveragesOverTP(Trainer):
             p.grad /= self.mesh.tp.size
 
 
-def norm_over_dp(parameters, max_norm, dp, tp, pp):
+class NormOverDP(Trainer):
     """Mistake 2: dp in the place of tp."""
-    return clip_grad_norm(parameters, max_norm, dp, dp, pp)
+
+    @staticmethod
+    def clip(parameters, max_norm, dp, tp, pp):
+        return clip_grad_norm(parameters, max_norm, dp, dp, pp)
 
 
 class DealsByWorldRank(Trainer):
@@ -690,42 +985,70 @@ class DealsByWorldRank(Trainer):
         return super().samples(self.mesh.world.rank % self.args.dp, microbatch)
 
 
-class TensorOutermost(DeviceMesh):
+class TensorOutermost(mp.DeviceMesh):
     """Mistake 4, if it is one."""
 
-    AXES = ("pp", "dp", "tp")
-
-    def rank_at(self, **coordinates):
-        place = self.coordinates | coordinates
-        return (place["tp"] * self.shape["dp"] + place["dp"]) * self.shape["pp"] + place["pp"]
+    AXES = ("pp", "dp", "cp", "tp")  # fastest first
 
 
-GUARD = "minipar.parallel.tensor.layers.check_same_batch"  # it would refuse mistake 3: patched, it does nothing
-MISTAKES = {  # trainer, mesh, how to break it
-    "nothing broken": (Trainer, DeviceMesh, nullcontext()),
-    "1. gradient averaged over tp": (AveragesOverTP, DeviceMesh, nullcontext()),
-    "2. norm over dp, not tp": (Trainer, DeviceMesh, patch.object(Trainer, "clip", staticmethod(norm_over_dp))),
-    "3. samples by world rank": (DealsByWorldRank, DeviceMesh, patch(GUARD)),
-    "4. tp outermost": (Trainer, TensorOutermost, nullcontext()),
+# %% [markdown]
+# The four instruments, after two steps:
+
+# %%
+from chapters.support.instruments import same_on_all_ranks
+
+SMALL = GRID + "--microbatches 2 --global-batch 4 --steps 2 "
+
+
+def examine(comm, kind, mesh, right):
+    """Return the names of the instruments that notice something on this rank; `right` is one device's run."""
+    trainer = trainer_of(comm, SMALL, kind, mesh)
+    comm.traffic.reset()
+    results = [trainer.step(0)]
+    sent = {axis: comm.traffic.bytes(axis=axis) for axis in (*AXES, "cp")}
+    results.append(trainer.step(1))
+    at = trainer.mesh.coordinates
+    expected = step_traffic(trainer.args, (at["pp"] * 2 + at["dp"]) * 2 + at["tp"])
+    parameters = trainer.ddp.parameters()
+    uncut = [p.data for p in parameters if not isinstance(p.placement.tp, Shard)]
+    alike = [same_on_all_ranks(trainer.mesh.dp, *(p.data for p in parameters))]
+    alike.append(same_on_all_ranks(trainer.mesh.tp, *uncut))
+    noticed = {"ranks": not all(alike), "bytes": sent != expected}
+    state = trainer.state_dict()
+    if comm.rank == 0:
+        _, right_results = right
+        noticed["loss"] = abs(results[-1].loss / right_results[-1].loss - 1) > 0.05
+        noticed["one device"] = not verdict_of((state, results), right, 8).passed
+    return [instrument for instrument, did in noticed.items() if did]
+
+
+# %%
+from contextlib import nullcontext
+from unittest.mock import patch
+
+MISTAKES = {
+    "nothing broken": (Trainer, mp.DeviceMesh),
+    "1. gradient averaged over tp": (AveragesOverTP, mp.DeviceMesh),
+    "2. norm over dp, not tp": (NormOverDP, mp.DeviceMesh),
+    "3. samples by world rank": (DealsByWorldRank, mp.DeviceMesh),
+    "4. tp outermost": (Trainer, TensorOutermost),
 }
-right = eight.single_device("--global-batch 4", 2) if rank == 0 else None
+GUARD = "minipar.parallel.tensor.layers.check_same_batch"  # it would refuse mistake 3
+one = trainer_of(serial(), "--global-batch 4 --steps 2")
+results = list(one.train())
+right = one.state_dict(), results
 noticed = {}
-for name, (kind, mesh, mistake) in MISTAKES.items():
-    with mistake:
-        answers = on_eight(comm, eight.examine, kind, mesh, right)
+for name, (kind, mesh) in MISTAKES.items():
+    with patch(GUARD) if kind is DealsByWorldRank else nullcontext():
+        answers = on_eight(comm, examine, kind, mesh, right)
     noticed[name] = {instrument for answer in answers for instrument in answer}
 if rank == 0:
-    for number in "1234":
-        (found,) = (names for name, names in noticed.items() if name.startswith(number))
-        reveal(f"mistake {number}", ", ".join(sorted(found)) or "nobody", say)
+    for name, found in noticed.items():
+        if name[0] in "1234":
+            reveal(f"mistake {name[0]}", ", ".join(sorted(found)) or "nobody", say)
     show(layout_figures.plot_noticed(noticed, ("loss", "ranks", "bytes", "one device")), "09_noticed")
-    assert list(noticed.values()) == [
-        set(),
-        {"bytes", "one device"},
-        {"ranks", "bytes", "one device"},
-        {"one device"},
-        set(),
-    ]
+    caught = [sorted(found) for found in noticed.values()]
+    assert caught == [[], ["bytes", "one device"], ["bytes", "one device", "ranks"], ["one device"], []]
 
 # %% [markdown]
 # No mistake shows in the loss.
@@ -737,99 +1060,23 @@ if rank == 0:
 # **1** is right for all parameters that tp does not cut: their gradients are equal, and so is the mean. It ruins the
 # cut ones, where it mixes different parts of a matrix. All ranks agree on the wrong values.
 #
-# **2** sends as many bytes as is right, on the wrong axis: the sum of all bytes does not show it, an account by axis
-# does. The two ranks of a tp row get different norms, clip differently, and their copies drift apart.
+# **2** sends the right number of bytes on the wrong axis, so only an account by axis shows it. The two ranks of a tp
+# row get different norms, clip differently, and their copies drift apart.
 #
-# **3** is the classic one: a data loader that knows the world and not the mesh. The tp ranks of a row work on different
-# samples, and their sums add activations that do not belong together. The bytes are perfect, and so are the copies:
-# both ranks go on with the same wrong sums. The library refuses it: its first step compares the tokens of a tp row. For
-# this table the check was switched off.
+# **3** is the classic one: a data loader that knows the world and not the mesh. The ranks of a tp row work on different
+# samples, and their sums add activations that do not belong together. The bytes are right, and the copies agree: both
+# ranks go on with the same wrong sums. The library compares the tokens of a tp row in its first step and refuses this.
+# For this table the check was switched off.
 #
 # **4** is no mistake in any value, and no proof will ever find it. Each axis does the same work on other wires. Only a
 # clock notices: 9.5's bars say what it costs.
 #
-# ### Where two runs part, and by which factor
-#
-# *Core, 6 minutes.*
-#
-# `--verify` says that a run is wrong, but not what to look for. And whoever writes a training loop in another framework
-# has no `--verify`. What can be compared there is a *record*: for each step the loss, the norm of the gradient, and of
-# each parameter's gradient and update a norm and a projection on a fixed random direction. If one run's gradient is
-# $r$ times the other's, the norm is $|r|$ times and the projection $r$ times as large; if it is another gradient, no
-# $r$ fits. Two more mistakes, for the comparison alone; the [museum](../docs/museum.md), a collection of published
-# mistakes, has their like:
-#
-# 5. **A factor too many.** The gradients are already those of the global mean. Somebody believes that each rank divided
-# by its own tokens only, and multiplies by $d$.
-#
-# 6. **A sum too many.** Under sequence parallelism the gradients of the norms, the positions and the biases of
-# row-parallel layers are summed over tp. Every rank then has the whole gradient, and somebody sums again.
-#
-# By how much is the loss off after 50 steps, with gradients twice too large?
-
-# %%
-predict("largest relative error of the loss", ...)
-
-# %%
-from tempfile import TemporaryDirectory
-
-from minipar.compare.differences import as_text, compare
-
-
-class TimesDP(Trainer):
-    """Mistake 5: all gradients d times too large."""
-
-    def gradient(self, step):
-        loss = super().gradient(step)
-        for p in self.ddp.parameters():
-            p.grad *= self.mesh.dp.size
-        return loss
-
-
-class SumsAgainOverTP(Trainer):
-    """Mistake 6: what is Partial is summed over tp twice."""
-
-    def gradient(self, step):
-        loss = super().gradient(step)
-        for p in self.ddp.parameters():
-            if isinstance(p.placement.tp, Partial):
-                self.mesh.tp.all_reduce(p.grad)
-        return loss
-
-
-with TemporaryDirectory() as records:
-    curves = {}
-    for kind in (Trainer, TimesDP, SumsAgainOverTP):
-        curves[kind] = on_eight(comm, eight.record, kind, str(Path(records, kind.__name__)))
-    for kind in (TimesDP, SumsAgainOverTP) if rank == 0 else ():
-        apart = max(abs(wrong / right - 1) for right, wrong in zip(curves[Trainer][0], curves[kind][0], strict=True))
-        finding = compare(Path(records, "Trainer"), Path(records, kind.__name__))
-        say(f"{kind.__name__}: the loss is at most {apart:.1e} off in 50 steps\n{as_text(finding)}")
-        factor, group = (2, "all parameters") if kind is TimesDP else (4, "what tensor parallelism does not split")
-        found = finding.differences[0]
-        if kind is TimesDP:
-            reveal("largest relative error of the loss", apart, say)
-        assert apart < 5e-4 and finding.step == 0 and len(finding.differences) == 1
-        assert abs(found.ratio - factor) < 1e-9 and found.group.startswith(group)
-        assert any(cause.startswith(f"{factor} = {'dp' if kind is TimesDP else 'tp'}") for cause in found.causes)
-    if rank == 0:
-        from visualize import plot_comparison
-
-        show(plot_comparison(finding.ratios), "09_ratios")
+# `--verify` says that a run is wrong, but not what to look for, and a loop in another framework has no `--verify`.
+# There one compares *records* of two runs: `python -m minipar.compare A B` names the first step in which they part,
+# the parameters and the factor ([docs/compare.md](../docs/compare.md)). [Chapter 14](14_my_run_is_wrong.ipynb) starts
+# from the symptom, and uses it.
 
 # %% [markdown]
-# Both loss curves agree with the right one to three digits for 50 steps, because AdamW divides a gradient by its own
-# size: nobody sees the mistake until clipping, another optimizer or another number of ranks is tried. The comparison
-# finds it in the first step, and names the parameters and the factor. On the command line:
-#
-#     python -m minipar.train --record A
-#     mpirun -n 8 python -m minipar.train --dp 2 --tp 4 --record B
-#     python -m minipar.compare A B
-#
-# where A is the record of a run that is right (one rank's, say), and B that of another layout, or of a loop in any
-# framework that has copied the lines of `minipar/compare/record.py` ([docs/compare.md](../docs/compare.md)).
-# [Chapter 14](14_my_run_is_wrong.ipynb) starts from the symptom.
-#
 # ## 9.8 PyTorch's names
 #
 # *Deeper, 5 minutes.*
@@ -859,8 +1106,13 @@ with TemporaryDirectory() as records:
 # DCP names a piece by a box in the whole tensor; here a piece is a range of a flattened part, because ZeRO's chunks are
 # cut from flat buckets. FSDP2 cuts each parameter along dim 0, so boxes are enough for it.
 #
-# The same in PyTorch: `chapters/pytorch/ch09.py`.
-#
+# The mesh and three layouts in PyTorch: [chapters/pytorch/ch09.py](pytorch/ch09.py).
+
+# %%
+if rank == 0:
+    show_file("chapters/pytorch/ch09.py")
+
+# %% [markdown]
 # ## 9.9 Problems
 #
 # *Deeper, 30 minutes.*
@@ -889,10 +1141,11 @@ with TemporaryDirectory() as records:
 # 6. Average over tp the gradients of *uncut* parameters only, where nothing should be sent. Which instrument of 9.7
 # notices? And with `--sequence-parallel`, where these are `Partial` (9.2): what is right there, and what does a mean in
 # its place do?
-#
+
+# %% [markdown]
 # ## 9.10 Answers
 #
-# *Deeper.*
+# *Deeper, 5 minutes.*
 #
 # <details><summary>Answers</summary>
 #
@@ -944,160 +1197,11 @@ file = write(np.arange(48.0).reshape(6, 8), 3, 2)[3]
 assert np.array_equal(file["elements"].reshape(2, 4), np.arange(48.0).reshape(6, 8)[2:4, 4:8])
 assert [(each[0], each[-1] + 1) for each in np.array_split(np.arange(8), 3)] == [(0, 3), (3, 6), (6, 8)]
 
-for name, whole, chunks in ((LAYER, 2, 1), ("h.0.ln_1.weight", 4, 2)):
+for name, whole, chunks in ((LAYER, 2, 1), ("h.0.ln_1.weight", 4, 2)) if rank == 0 else ():
     placed = [p for placements in ranks for p in placements if p.name == name]
     assert sum(p.dp.size for p in placed) == whole * prod(placed[0].shape)
     assert sum(len(p.dp.own) for p in placed) == chunks * prod(placed[0].shape)
 say("the answers hold")
-
-# %% [markdown]
-# ## 9.11 Muon: an update that needs whole matrices
-#
-# *Deeper, 15 minutes.*
-#
-# The axes cut matrices: tp by rows or columns, ZeRO's chunks over dp anywhere. AdamW does not mind, because an
-# element's update reads that element alone (chapter 5). **What if an optimizer needs whole matrices?** Muon does
-# (Jordan et al. 2024, [kellerjordan.github.io/posts/muon](https://kellerjordan.github.io/posts/muon/)). It keeps one
-# running mean of a matrix's gradient. From that mean, $U \Sigma V^\top$ as a singular value decomposition, it takes
-# $U V^\top$, and moves the matrix along it: equally far in every direction, also where gradients are small. Five steps
-# of a *Newton-Schulz* iteration, from the mean divided by its norm, come near to it. They are products of matrices:
-#
-# $$X \leftarrow 3.4445\, X - 4.7750\, (X X^\top) X + 2.0315\, (X X^\top)^2 X .$$
-#
-# They leave $U$ and $V$ as they are and bring each singular value of at least 0.003 to between 0.68 and 1.21.
-# (Embeddings, the head, biases and norms stay with AdamW.) Here all ranks are of dp, so $d$ is their number. The model
-# is a stack of six matrices on plain arrays, $\Psi = 2592$ parameters, which lie one after another in one flat array,
-# as in ZeRO's buckets.
-
-# %%
-from chapters.support.ch09 import muon_figures, stack
-from chapters.support.ch09.stack import SIZES, in_rank_order, loss_and_gradient, views
-
-d = size
-Psi = sum(SIZES)
-MUON_STEPS = 10
-
-
-def orthogonalize(matrix):
-    """Nearly U V^T of the matrix U S V^T."""
-    x = matrix / max(np.linalg.norm(matrix), 1e-7)  # now no singular value is larger than 1
-    for _ in range(5):
-        square = x @ x.T  # NB: real code transposes tall matrices first, which makes this one smaller
-        x = 3.4445 * x + (2.0315 * square @ square - 4.7750 * square) @ x
-    return x
-
-
-def muon(matrix, gradient, mean, parts=1):
-    """Update a matrix and the running mean in place. `parts`: so many blocks of rows are each taken for a matrix."""
-    mean += 0.05 * (gradient - mean)
-    ahead = 0.05 * gradient + 0.95 * mean  # Nesterov's form
-    update = np.concatenate([orthogonalize(part) for part in np.array_split(ahead, parts)])
-    matrix -= 0.02 * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5 * update
-
-
-def one_device(parts=1):
-    """Train on one device, which takes the ranks' samples one rank after another: the last loss, and all parameters."""
-    flat = stack.initial()
-    means = views(np.zeros(Psi))
-    for step in range(MUON_STEPS):
-        loss, total = stack.whole_batch(flat, step, d)
-        for matrix, gradient, mean in zip(views(flat), views(total), means, strict=True):
-            muon(matrix, gradient, mean, parts)
-    return loss, flat
-
-
-# %% [markdown]
-# **What does ZeRO's cut break?** Its chunks are equal, so their borders lie inside matrices: see the last column of
-# 9.2's table. From a part of a matrix nobody can compute that part of $U V^\top$. Let four ranks try, in the best case,
-# where each has a quarter of the *rows* and orthogonalizes it alone.
-#
-# **Predict**: the whole update's singular values are at most 1.21. How large is the largest one of four quarters?
-
-# %%
-predict("largest singular value of four quarters", ...)
-
-# %%
-right = one_device()[0]
-wrong = one_device(parts=4)[0]
-gradient = views(stack.whole_batch(stack.initial(), 0, d)[1])[1]  # of a matrix of 12 rows and 48 columns
-quarters = np.concatenate([orthogonalize(rows) for rows in np.split(gradient, 4)])
-spectra = [np.linalg.svd(matrix, compute_uv=False) for matrix in (gradient, orthogonalize(gradient), quarters)]
-assert 0.68 < spectra[1].min() and spectra[1].max() < 1.21 and spectra[2].max() > 1.6 and wrong < right
-reveal("largest singular value of four quarters", round(float(spectra[2].max()), 2), say)
-say(f"the loss after {MUON_STEPS} steps: {right:.2f} with whole matrices, {wrong:.2f} with quarters")
-if rank == 0:
-    show(muon_figures.plot_spectra(*spectra), "09_spectra")
-
-# %% [markdown]
-# Rows of one quarter are orthogonal, rows of two quarters need not be. Four rows that point the same way add up to
-# $\sqrt 4$ times the length, so a singular value can be twice as large, and others nearly vanish. Nothing shows this
-# mistake: ranks agree, bytes are right, and the loss even falls faster, because the steps are longer than asked for.
-# DeepSpeed had a mistake of this kind ([issue 7807](https://github.com/deepspeedai/DeepSpeed/issues/7807)): where a
-# border cut a matrix, it orthogonalized a gradient of which only one part was summed over the ranks. Its tests had
-# asked only whether the parameters change.
-#
-# **The remedy: each matrix has an owner.** It gets the sum of the matrix's gradient, keeps the mean, orthogonalizes,
-# and sends the new matrix to all. That is ZeRO's stage 1 with its borders moved to ends of matrices. Rank $r$ then owns
-# $\Psi_r$ elements, more or fewer than $\Psi/d$. It sends each gradient that it does not own to the owner, and what it
-# owns to everybody else:
-#
-# $$(\Psi - \Psi_r) + (d-1)\,\Psi_r = \Psi + (d-2)\,\Psi_r \text{ elements}.$$
-#
-# **Predict**: of the six matrices four have 576 elements and two have 144. How many bytes do all ranks of this run send
-# together, relative to ZeRO's stage 1? And the busiest rank?
-
-# %%
-predict("bytes of all ranks, relative to stage 1", ...)
-predict("bytes of the busiest rank, relative to stage 1", ...)
-
-# %% [markdown]
-# **[Exercise 30](exercises/e30_muon_owners.py)** asks for such a step: `make exercises PYTEST="-k e30"`. Write it
-# before you open the next cell.
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-owner = ((np.cumsum(SIZES) - np.array(SIZES) / 2) * d / Psi).astype(int)  # who has its middle in the equal chunk
-owned = [sum(elements for elements, who in zip(SIZES, owner, strict=True) if who == r) for r in range(d)]
-mine = slice(sum(owned[:rank]), sum(owned[: rank + 1]))
-flat = stack.initial()
-total = np.empty(Psi)
-means = {i: np.zeros(stack.SHAPES[i]) for i in np.flatnonzero(owner == rank)}  # of this rank's matrices
-comm.traffic.reset()
-for step in range(MUON_STEPS):
-    _, gradient = loss_and_gradient(flat, rank, step, d)
-    arrived = comm.all_to_all(gradient, out=np.empty(d * owned[rank]), counts=(owned, [owned[rank]] * d))
-    total[mine] = in_rank_order(arrived.reshape(d, owned[rank]))
-    for i, mean in means.items():
-        muon(views(flat)[i], views(total)[i], mean)
-    comm.all_to_all(np.tile(flat[mine], d), out=flat, counts=([owned[rank]] * d, owned))
-sent = comm.traffic.bytes() // MUON_STEPS
-
-assert flat.tobytes() == one_device()[1].tobytes() and sent == 8 * (Psi + (d - 2) * owned[rank])
-say(f"{MUON_STEPS} steps with d = {d}: one device has the same bits in all {Psi:,} parameters")
-counted = comm.all_gather(np.array([sent]))
-even = [8 * (Psi + (d - 2) * (stop - start)) for start, stop in chunk_bounds(Psi, d)]
-assert counted.sum() == sum(even) == 2 * Psi * (d - 1) * 8
-reveal("bytes of all ranks, relative to stage 1", float(counted.sum() / max(1, sum(even))), say)
-reveal("bytes of the busiest rank, relative to stage 1", float(counted.max() / max(1, *even)), say)
-if rank == 0:
-    show(muon_figures.plot_owners(counted, even, np.bincount(owner, minlength=d)), "09_owners")
-
-# %% [markdown]
-# Together they send what stage 1 sends. But ownership is uneven: on 8 ranks the owner of a large matrix sends a third
-# more than with equal chunks, and two ranks own nothing and wait while others orthogonalize. With many more matrices
-# than ranks this evens out. Where tp cuts matrices too, the owner needs the parts of all ranks of tp. pp cuts none.
-#
-# Jordan's [Muon](https://github.com/KellerJordan/Muon) all-reduces gradients as data parallelism does. Then rank $r$ of
-# $d$ updates matrices $r, r + d, \dots$, and an all-gather follows each $d$ matrices. Moonshot AI's distributed Muon
-# (Liu et al. 2025, arXiv 2502.16982) keeps equal chunks as in ZeRO stage 1: all ranks that have a part of a matrix
-# gather it, each orthogonalizes the whole, and each keeps its own part of the result. For 16-bit gathers the paper
-# counts at most 1.25 times AdamW's bytes. `torch.optim.Muon` is one device's update, with which `make reference`
-# compares these cells.
-#
-# **What does it compute?** For a matrix of $n \times m$ with $n \le m$ (a tall one is transposed) the five steps take
-# $20 n^2 m + 10 n^3$ operations, beside the $6nmN$ of training with $N$ tokens per step: at most $5n/N$ of them, half a
-# percent for $n = 4096$ and four million tokens. Owners share this. In Moonshot's way it is repeated: of $M$ equal
-# matrices a rank has parts of about $M/d + 1$, and orthogonalizes each of them, where owners have $M/d$. With far more
-# ranks than matrices most ranks repeat what others do.
 
 # %% tags=["active-ipynb"]
 # %autopx

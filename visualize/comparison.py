@@ -14,10 +14,10 @@ from minipar.errors import UsageError
 
 from .style import BLUE, INK, NOT_A_ROW, VERMILION, Picture, number, picture, read_json
 
-EQUAL, NOT_FINITE = "#D0D0D0", "#7B2D8B"
+EQUAL, NOT_FINITE, SAME_NORM = "#D0D0D0", "#7B2D8B", "#F4EAB0"  # none is white: the page is
 OCTAVES = 3  # the colours end at 1/8 and at 8
 MOST_NAMES = 60  # more names than that cannot be read below one another
-RATIOS = LinearSegmentedColormap.from_list("ratio", [BLUE, "#8EC6EA", "white", "#F0A070", VERMILION])
+RATIOS = LinearSegmentedColormap.from_list("ratio", [BLUE, "#8EC6EA", SAME_NORM, "#F0A070", VERMILION])
 
 Ratios = Mapping[int, Mapping[str, float | None]]  # by step and parameter; None: equal, nan: not finite in A or B
 TEXTS = {"Infinity": math.inf, "NaN": math.nan}  # JSON has no such numbers
@@ -69,6 +69,8 @@ def plot_comparison(steps: Ratios) -> Picture:
     scale.set_label("norm of B's gradient / norm of A's", fontsize=8.5)
     seen = {ratio for ratios in steps.values() for ratio in ratios.values()}
     keys = [Patch(color=EQUAL, label="equal within rounding")] if None in seen else []
+    near = [ratio for ratio in seen if ratio and 0.9 < ratio < 1.1]
+    keys += [Patch(color=SAME_NORM, label="another gradient of about the same norm")] if near else []
     keys += [Patch(color=INK, label="zero in one run")] if seen & {0.0, math.inf} else []
     keys += [Patch(color=NOT_FINITE, label="not finite")] if any(_is_nan(ratio) for ratio in seen) else []
     if keys:

@@ -72,6 +72,8 @@ def plot_loss(
     """
     figure = picture(7.0, 4.0)
     axes = figure.add_subplot()
+    count = max(len(rows) for rows in runs.values())
+    figure.suptitle(f"Training loss, {count:,} step{'s' * (count > 1)}", x=0.01, ha="left", fontsize=10.5, color=INK)
     for (label, rows), colour, dashes in zip(runs.items(), LINES * len(runs), DASHES * len(runs), strict=False):
         steps, losses = [row["step"] + 1 for row in rows], [float(row["loss"]) for row in rows]
         name = f"{label}: " if label else ""
@@ -89,7 +91,7 @@ def plot_loss(
             axes.plot(steps, losses, "o", color=colour)
     if any(len(rows) > 6 * REACH for rows in runs.values()):
         text = f"thin line: every step; smoothed: the mean of up to {REACH} steps on either side"
-        axes.plot([], [], color=GREY, linewidth=0.9, label=text)
+        axes.plot([], [], color=LINES[0] if len(runs) == 1 else GREY, alpha=0.45, linewidth=0.9, label=text)
     if reference is not None:
         text = f"{reference_label} {reference:.3f}".strip()
         axes.axhline(reference, color=GREY, linestyle="--", linewidth=1.5, label=text)

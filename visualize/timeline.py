@@ -28,6 +28,7 @@ WIDTH, LEFT, RIGHT, TOP, COMPUTE, LANE, GAP = 7.0, 1.25, 0.12, 0.36, 0.27, 0.135
 SMALL = 8.0
 POINTS = 72
 OFFSET: dict[str, Any] = {"textcoords": "offset points"}
+HEADER: dict[str, Any] = {"xycoords": "axes fraction", "annotation_clip": False} | OFFSET
 COLUMNS, LINE = 4, 0.17  # of the legend; inches
 SEEN = 0.3  # points: a name whose slices are all narrower is not in the legend
 HATCHED = 6.0  # points of waiting from which it is hatched: a narrower bar would be all lines
@@ -302,6 +303,8 @@ class _Sheet:
         if mesh and math.prod(mesh.values()) == len(ranks):
             places = [[str(at) for at in coordinates(mesh, rank).values()] for rank in ranks]
             names = [f"{name}\n({', '.join(place)})" for name, place in zip(names, places, strict=True)]
+            head = {"fontsize": SMALL, "ha": "left", "va": "bottom", "color": INK, "linespacing": 1.1}
+            axes.annotate(f"rank\n({', '.join(mesh)})", (0.0, 1.0), xytext=(-POINTS * LEFT + 4, 2), **head, **HEADER)
         axes.set_yticks([place + middle for place in range(len(ranks))], names, fontsize=SMALL, linespacing=1.1)
         axes.tick_params(axis="y", length=0, pad=46)
         for place in range(len(ranks)):
@@ -311,7 +314,7 @@ class _Sheet:
                 axes.annotate(_lane(track), (0.0, top + height / 2), xytext=(-4, 0), **look, **OFFSET)
 
     def _notes(self) -> list[str]:
-        """Explain the names of the lanes, and the coordinates below a rank."""
+        """Explain the names of the lanes, the bundles and the arrows."""
         axes = [axis_of(track) for track in self.tracks[1:] if axis_of(track) in ORDER and "," not in track]
         between = [axis_of(track) for track in self.tracks[1:] if "," in track]
         notes = [f"{', '.join(axes)}: collectives on that axis of the mesh"] if axes else []
@@ -320,8 +323,6 @@ class _Sheet:
         lines = ["; ".join(notes)] if notes else []
         if any(self._bundles(slices) for (_, track), slices in self.shown.items() if track in self.tracks[1:]):
             lines.append("messages too short to be told apart are added up; a line leads from the first to the last")
-        sizes = [axis for axis, size in self.trace.mesh.items() if size > 1]
-        lines += [f"below a rank: its place on {', '.join(sizes)}"] if sizes else []
         if self.arrows:
             lanes = ", ".join(_lane(track) for track in self.arrows)
             lines.append(f"arrows: {len(self.messages)} message{'s' * (len(self.messages) != 1)} of {lanes}")

@@ -1,4 +1,4 @@
-"""Exercise 30 (chapter 9): Muon, whose matrices have owners.
+"""Exercise 30 (chapters/more/muon.py): Muon, whose matrices have owners.
 
 Every rank has all matrices, and the gradients of its own samples' mean loss. Matrix i belongs to rank `owner[i]`, and a
 rank may own several or none. A step

@@ -2,7 +2,7 @@
 
 Every rank is a thread, and every message that it sends is recorded with its values. An element's value tells its chunk
 and the ranks whose contributions it sums, so that nothing about an algorithm is assumed here. The same command writes
-the animations of chapter 5 (ch05/animate_units.py), 8 (animate_schedules.py) and 11 (ch11/animate_ring.py).
+the animations of chapter 5 (ch05/animate_units.py), 7 and 8 (animate_schedules.py) and 11 (ch11/animate_ring.py).
 """
 
 import math
@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from chapters.support.animate_schedules import animate_zero_bubble
+from chapters.support.animate_schedules import animate_one_f_one_b, animate_zero_bubble
 from minipar.comm import Communicator, run_local
 from minipar.comm.threads import ThreadTransport
 from visualize.style import BLUE, GREY, INK, VERMILION, Picture, at_lightness, ink_on, picture
@@ -191,6 +191,7 @@ def main(directory: str) -> None:
     from chapters.support.ch11 import animate_ring
 
     animations = {name: animate(op, algorithm, title)[1] for name, (op, algorithm, title) in GALLERY.items()}
+    animations["gpipe_1f1b"] = animate_one_f_one_b()[1]
     animations["zero_bubble"] = animate_zero_bubble()[1]
     animations["zero3_units"] = animate_units.animate(animate_units.record())
     animations["ring_attention"] = animate_ring.animate(animate_ring.record())

@@ -1,7 +1,8 @@
-"""Animate how 1F1B turns into ZB-H1, and draw the same as one picture, from simulated schedules (chapter 8).
+"""Animate how GPipe turns into 1F1B (chapter 7), and 1F1B into ZB-H1 (chapter 8), from simulated schedules.
 
-In all states each backward is drawn as its two halves. At first `I` and `W` are one piece, `B`. Then every `W` follows
-its `I` at once, but the rank before no longer waits for it. In the end `W` is put off, and fills the bubble.
+The second is also drawn as one picture. In all its states each backward is drawn as its two halves. At first `I` and
+`W` are one piece, `B`. Then every `W` follows its `I` at once, but the rank before no longer waits for it. In the end
+`W` is put off, and fills the bubble.
 """
 
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class State:
     times: Times
     kinds: dict[str, str]  # the colour of F, I and W: that of B while I and W are one piece
     idle: float
+    alive: tuple[int, ...] = ()  # the most activations of each rank, if they are shown
 
 
 def split(schedule: Schedule) -> Schedule:
@@ -74,6 +76,22 @@ def states() -> list[State]:
     return found
 
 
+def states_of_chapter_7() -> list[State]:
+    """Simulate GPipe and 1F1B."""
+    found = []
+    for name, title in (("gpipe", "GPipe: all forwards first"), ("1f1b", "1F1B: a backward after each forward")):
+        line = simulate(make(name, RANKS, MICROBATCHES), DURATIONS)
+        times = {
+            key: span
+            for rank, row in enumerate(line.ranks)
+            for slot in row
+            for key, span in halves_of(slot, rank).items()
+        }
+        idle = float(line.makespan * line.bubble_fraction)
+        found.append(State(title, times, {"F": "F", "I": "B", "W": "B"}, idle, tuple(line.peak_activations)))
+    return found
+
+
 def draw_state(axes: Axes, before: State, after: State, share: float, span: float) -> None:
     """Draw the boxes on their way: `share` of the way from one state to the next."""
     shown = before if share == 0 else after
@@ -87,20 +105,25 @@ def draw_state(axes: Axes, before: State, after: State, share: float, span: floa
             middle = left + (DURATIONS.backward_input + DURATIONS.backward_weight) / 2
             place = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "zorder": 4}
             axes.text(middle, rank + 0.5, str(microbatch), **place)
-        gap = 0.0 if is_piece else 0.2
+        gap = 0.2
+        if is_piece:
+            gap = 0.0 if kind == "I" else 0.6  # a piece has an edge of its own colour
         look = {"edgecolor": colour if is_piece else "white", "linewidth": 0.6, "zorder": 2 if kind == "W" else 3}
         box(axes, (left + 0.1, rank + 0.05), (end - start - gap, 0.9), colour, text, **look)
     axes.axvline(max(end for _, end in shown.times.values()), color=INK, linewidth=0.8, linestyle=":")
-    axes.set(xlim=(-0.01 * span, 1.01 * span), ylim=(RANKS, -0.05), xticks=[])
+    for rank, count in enumerate(shown.alive):
+        text = {"va": "center", "fontsize": 8.5, "color": INK}
+        axes.text(1.015 * span, rank + 0.5, f"{count} alive", **text)
+    axes.set(xlim=(-0.01 * span, (1.09 if shown.alive else 1.01) * span), ylim=(RANKS, -0.05), xticks=[])
     axes.set_yticks([rank + 0.5 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)], fontsize=8.5)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set_title(f"{shown.title}; each rank is idle for {shown.idle:g}", loc="left", fontsize=9.5, color=INK)
 
 
-def legend(figure: Picture) -> None:
-    """Name the colours of F, B, I and W below the axes."""
-    legend_outside(figure, [Patch(facecolor=COLOURS[kind], label=KINDS[kind]) for kind in "FBIW"], "lower center")
+def legend(figure: Picture, kinds: str = "FBIW") -> None:
+    """Name the colours of the kinds below the axes."""
+    legend_outside(figure, [Patch(facecolor=COLOURS[kind], label=KINDS[kind]) for kind in kinds], "lower center")
 
 
 def plot_states() -> Picture:
@@ -115,12 +138,21 @@ def plot_states() -> Picture:
 
 
 def animate_zero_bubble() -> tuple[Picture, FuncAnimation]:
-    """Animate the three states, one after the other."""
+    """Animate how 1F1B turns into ZB-H1."""
+    return _animate(states(), "FBIW")
+
+
+def animate_one_f_one_b() -> tuple[Picture, FuncAnimation]:
+    """Animate how GPipe turns into 1F1B."""
+    return _animate(states_of_chapter_7(), "FB")
+
+
+def _animate(found: list[State], kinds: str) -> tuple[Picture, FuncAnimation]:
+    """Animate states, one after the other."""
     figure = picture(7.0, 2.2)
     axes = figure.subplots()
-    found = states()
     span = max(end for _, end in found[0].times.values())
-    legend(figure)
+    legend(figure, kinds)
     frames = STANDING + (STANDING + MOVING) * (len(found) - 1)
 
     def draw(frame: int) -> None:

@@ -20,6 +20,7 @@ KINDS = ("parameters", "gradients", "optimizer state", "activations", "tokens")
 KIND_COLOURS = (COLOURS["parameters"], COLOURS["gradients"], COLOURS["optimizer"], COLOURS["activations"], GREY)
 WHOLE = "whole"  # every device has all of it
 CUT = "cut"  # every device has an eighth of it
+FALLING = "falling"  # the first device has as much as one device alone, each further one an eighth less
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ ROWS = (
     Row("zero2", "ZeRO 2", (WHOLE, CUT, CUT, CUT, CUT), "gradients, parameters", "the same"),
     Row("zero3", "ZeRO 3, FSDP", (CUT, CUT, CUT, CUT, CUT), "parameters, gradients", "2 all-gathers, a reduce-scatter"),
     Row("tp", "tensor parallelism", (CUT, CUT, CUT, CUT, WHOLE), "activations", "two sums per block, each way"),
-    Row("pp", "pipeline", (CUT, CUT, CUT, CUT, WHOLE), "activations", "from stage to stage"),
+    Row("pp", "pipeline", (CUT, CUT, CUT, FALLING, WHOLE), "activations", "from stage to stage"),
     Row(
         "cp",
         "context parallelism",
@@ -53,7 +54,9 @@ ROWS = (
 
 CAPTION = (
     "Each box is one device. It is filled with what the device holds: all of it, or its own eighth.\n"
-    "Tensor parallelism is drawn with sequence parallelism. Of expert parallelism only the experts are drawn."
+    "Tensor parallelism is drawn with sequence parallelism. Of expert parallelism only the experts are drawn.\n"
+    "A pipeline under 1F1B: the first device holds as many activations as one microbatch of all layers, the last an "
+    "eighth."
 )
 BOX = 0.085  # the width of one device, as a part of a column
 GAP = 0.02
@@ -64,16 +67,16 @@ def draw_strategies(here: Sequence[str] = ()) -> Picture:
     unknown = set(here) - {row.key for row in ROWS}
     if unknown:
         raise ValueError(f"no such rows: {sorted(unknown)}")
-    figure = picture(10.0, 4.1)
+    figure = picture(10.0, 4.3)
     axes = figure.add_subplot()
     axes.set_axis_off()
     axes.set_xlim(-2.05, len(KINDS) + 4.05)
-    axes.set_ylim(len(ROWS) + 0.75, -0.75)
+    axes.set_ylim(len(ROWS) + 1.1, -0.75)
     for column, kind in enumerate(KINDS):
         axes.text(column + 0.42, -0.35, kind, ha="center", va="center", fontsize=8, color=INK)
     axes.text(len(KINDS) + 0.1, -0.35, "each device sends", va="center", fontsize=8, color=INK)
     axes.text(len(KINDS) + 1.75, -0.35, "when", va="center", fontsize=8, color=INK)
-    caption = axes.text(-1.9, len(ROWS) + 0.45, CAPTION, va="center", fontsize=7.5, color=INK)
+    caption = axes.text(-1.9, len(ROWS) + 0.6, CAPTION, va="center", fontsize=7.5, color=INK)
     caption.set_in_layout(False)  # the layout would make room for its whole width beside the axes
     for number, row in enumerate(ROWS):
         draw_row(axes, number, row, is_here=row.key in here, is_pale=bool(here) and row.key not in here)
@@ -98,7 +101,7 @@ def draw_row(axes: Axes, number: int, row: Row, is_here: bool, is_pale: bool) ->
 
 
 def draw_device(axes: Axes, column: int, number: int, device: int, has: str, colour: str, alpha: float) -> None:
-    """Draw one device as a box, filled with what it has: everything, or the eighth that is its own."""
+    """Draw one device as a box, filled with what it has: everything, the eighth that is its own, or as FALLING says."""
     left = column + device * (BOX + GAP)
     top = number + 0.16
     height = 0.68
@@ -107,6 +110,9 @@ def draw_device(axes: Axes, column: int, number: int, device: int, has: str, col
     if has == CUT:
         top = top + device * height / DEVICES
         height = height / DEVICES
+    if has == FALLING:
+        top = top + device * height / DEVICES
+        height = height * (DEVICES - device) / DEVICES
     axes.add_patch(Rectangle((left, top), BOX, height, color=colour, alpha=alpha, linewidth=0))
 
 

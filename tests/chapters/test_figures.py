@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 from picture_cases import chrome, timeline
 
 from chapters.support import animate, animate_schedules, overview, schedule_paths
@@ -23,13 +24,13 @@ from chapters.support.ch06 import figures as ch06
 from chapters.support.ch07 import figures as ch07
 from chapters.support.ch08 import figures as ch08
 from chapters.support.ch09 import layout_figures as ch09
-from chapters.support.ch09 import muon_figures
 from chapters.support.ch10 import figures as ch10
 from chapters.support.ch11 import animate_ring
 from chapters.support.ch11 import figures as ch11
 from chapters.support.ch12 import figures as ch12
 from chapters.support.ch13 import figures as ch13
 from chapters.support.ch14 import figures as ch14
+from chapters.support.muon import figures as muon_figures
 from minipar.comm import messages, wire_bytes
 from minipar.parallel.pipeline.actions import Durations
 from minipar.plan.layout import Layout
@@ -240,7 +241,7 @@ def figures_of(path):
 
 
 def test_every_figure_of_a_chapter_is_in_the_table():
-    paths = [*SUPPORT.glob("ch*/*figures.py"), Path(overview.__file__), Path(schedule_paths.__file__)]
+    paths = [*SUPPORT.glob("*/*figures.py"), Path(overview.__file__), Path(schedule_paths.__file__)]
     there = {name for path in paths for name in figures_of(path)}
     assert there <= {name_of(function) for function, *_ in FIGURES}
 
@@ -256,3 +257,18 @@ def test_animated_messages_are_the_closed_forms(op, algorithm):
         last = animate.states(log, ranks)[-1]
         everyone = (1 << ranks) - 1
         assert [last[rank][rank] for rank in range(ranks)] == [everyone] * ranks
+
+
+def test_gpipe_and_1f1b_hold_other_numbers():
+    before, after = animate_schedules.states_of_chapter_7()
+    assert before.idle == after.idle and (before.alive, after.alive) == ((7, 7, 7, 7), (4, 3, 2, 1))
+    assert before.times.keys() == after.times.keys()
+
+
+def test_a_pipelines_devices_hold_less_and_less():
+    (row,) = (row for row in overview.ROWS if row.key == "pp")
+    axes = overview.draw_strategies().axes[0]
+    yellow = [box for box in axes.patches if to_hex(box.get_facecolor()).upper() == overview.KIND_COLOURS[3]]
+    place = overview.ROWS.index(row)
+    heights = [box.get_height() for box in yellow if place < box.get_y() < place + 1]
+    assert row.has[3] == overview.FALLING and np.allclose(heights, [0.68 * (8 - device) / 8 for device in range(8)])

@@ -1,19 +1,18 @@
-"""Muon of chapter 9: the iteration against the singular value decomposition, and the section's own proofs."""
+"""Muon, chapters/more/muon.py: the iteration against the singular value decomposition, and the page's own proofs."""
 
 import numpy as np
 import pytest
-from chapter_code import run_functions, run_section
+from chapter_code import run_functions
+from launcher import ROOT, run_mpi
 
 from chapters.exercises.e30_muon_owners import orthogonalize as of_the_exercise
-from chapters.support.ch09 import stack
-from chapters.support.predict import predict, reveal
-from minipar.comm import chunk_bounds, run_local
+from chapters.support.muon import stack
 
 
 def chapter():
-    """Return the chapter's functions of 9.11."""
+    """Return the page's functions."""
     namespace = {"np": np}
-    run_functions("09", ("orthogonalize", "muon"), namespace)
+    run_functions("more/muon", ("orthogonalize", "muon"), namespace)
     return namespace
 
 
@@ -56,25 +55,7 @@ def test_the_stacks_gradient_is_that_of_its_loss():
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_section_proves_its_claims_on_threads(ranks):
-    shown = []
-
-    def program(comm):
-        run_section(
-            "09",
-            "9.11",
-            {
-                "comm": comm,
-                "rank": comm.rank,
-                "size": comm.size,
-                "np": np,
-                "chunk_bounds": chunk_bounds,
-                "predict": predict,
-                "reveal": reveal,
-                "say": lambda *words: None,
-                "show": lambda figure, name: shown.append(name),
-            },
-        )
-
-    run_local(ranks, program)
-    assert shown == ["09_spectra", "09_owners"]
+def test_the_page_proves_its_claims(ranks, tmp_path):
+    result = run_mpi(ranks, [str(ROOT / "chapters/more/muon.py")], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert {path.name for path in tmp_path.glob("out/*")} == {"muon_spectra.png", "muon_owners.png"}

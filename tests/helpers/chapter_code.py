@@ -25,7 +25,7 @@ def run_functions(chapter, names, namespace):
 
 
 def run_section(chapter, number, namespace):
-    """Run the code cells of a section, such as "9.11", in a namespace, which must have what they use."""
+    """Run the code cells of a section, such as "4.12", in a namespace, which must have what they use."""
     (text,) = re.findall(rf"^# ## {re.escape(number)} .*?(?=^# ## |\Z)", script_of(chapter), re.MULTILINE | re.DOTALL)
     with PARSING:
         code = compile(text, f"section {number}", "exec")  # markdown is comments there

@@ -1,4 +1,4 @@
-"""Chapter 9's Muon and chapter 4's outer optimizer against PyTorch's, in float64."""
+"""The chapters' Muon and chapter 4's outer optimizer against PyTorch's, in float64."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def float64(monkeypatch):
 
 def chapter():
     namespace = {"np": np}
-    run_functions("09", ("orthogonalize", "muon"), namespace)
+    run_functions("more/muon", ("orthogonalize", "muon"), namespace)
     return namespace
 
 

@@ -21,7 +21,7 @@ from visualize import (
     plot_timeline,
     read_trace,
 )
-from visualize.comparison import EQUAL
+from visualize.comparison import EQUAL, SAME_NORM
 from visualize.measurements import KINDS
 from visualize.plan import MEASURED, layout_name
 from visualize.style import BLUE, COLOURS, GREEN, INK, ORANGE, PAPER, SKY, VERMILION
@@ -151,7 +151,7 @@ def test_areas_stack_to_the_memory_held_and_the_peak_is_named():
 def test_a_pixel_is_grey_if_equal_and_else_the_ratios_colour():
     ratios = {0: {"a": None, "b": 8.0, "c": 1 / 8}, 1: {"a": 1 + 1e-9, "b": math.inf, "c": 0.0}}
     pixels = plot_comparison(ratios).axes[0].images[0].get_array().tolist()
-    expected = [[EQUAL, "#FFFFFF"], [VERMILION, INK], [BLUE, INK]]  # (parameters, steps)
+    expected = [[EQUAL, SAME_NORM], [VERMILION, INK], [BLUE, INK]]  # (parameters, steps)
     assert pixels == [[pytest.approx(to_rgb(colour), abs=0.01) for colour in row] for row in expected]
 
 

@@ -234,7 +234,7 @@ def plot_layouts(
     top.set_ylabel("loss (nats per token)")
     handles, labels = top.get_legend_handles_labels()
     handles, labels = [Line2D([], [], color=INK, linewidth=1.4), *handles], ["one device", *labels]
-    top.legend(handles, labels, frameon=False, fontsize=9, loc="upper right", labelspacing=0.7)
+    top.legend(handles, labels, frameon=False, fontsize=9, loc="lower left", labelspacing=0.7)
     for axes in (top, bottom):
         tidy(axes)
     return figure

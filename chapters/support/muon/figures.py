@@ -1,4 +1,4 @@
-"""Draw for chapter 9 what Muon's update does to singular values, and what owners of whole matrices send (9.11)."""
+"""Draw what Muon's update does to singular values, and what owners of whole matrices send."""
 
 from collections.abc import Sequence
 

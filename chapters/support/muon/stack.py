@@ -1,4 +1,4 @@
-"""Train six matrices on plain arrays (9.11): the layers, their gradient, and the sum of the ranks' gradients."""
+"""Train six matrices on plain arrays for Muon: the layers, their gradient, and the sum of the ranks' gradients."""
 
 from collections.abc import Sequence
 from itertools import pairwise
