@@ -209,7 +209,8 @@ say(f"each rank sent {sent_forward:,} bytes in forward and as many in backward: 
 # %% [markdown]
 # The weights' gradients need no communication at all: a rank's part of the parameters, of their gradients and of the
 # optimizer's state is its own.
-#
+
+# %% [markdown]
 # ## 6.3 Attention, and a block
 #
 # *Core, 9 minutes.*
@@ -274,7 +275,8 @@ reveal("bytes of attention / bytes of the MLP", sent_attention / sent if t > 1 e
 # %% [markdown]
 # **As many**: attention, too, begins and ends with $N \times h$ elements, and only these two ends send. What lies
 # between them, four times as wide in the MLP and $T \times T$ scores per head in attention, stays on its rank.
-#
+
+# %% [markdown]
 # ### In the library
 #
 # *Deeper, 6 minutes.*
@@ -309,7 +311,8 @@ say("the library's layers = the plain functions, with their gradients")
 #
 # Many models since Llama 2 70B have fewer heads of keys and values than of queries. [Grouped
 # queries](more/grouped_queries.ipynb) shows how these are cut.
-#
+
+# %% [markdown]
 # ## 6.4 The bytes
 #
 # *Core, 4 minutes.*
@@ -336,7 +339,8 @@ say(f"one layer, forward and backward: {sent_layer:,} bytes per rank = 8 N h (t-
 # With one microbatch per step the two send the same if it has $N = 3h$ tokens, and tensor parallelism sends more if it
 # has more. With four microbatches per step they send the same if each has $N = 3h/4$ tokens. And tensor parallelism
 # sends within the layer, where every rank waits.
-#
+
+# %% [markdown]
 # ## 6.5 Sequence parallelism
 #
 # *Core, 11 minutes.*
@@ -403,7 +407,8 @@ reveal("bytes with sequence parallelism / bytes without", sent_sequence / sent i
 # that work between the pairs: in a layer the biases of the two row layers ($2h$ elements) and both LayerNorms ($4h$),
 # outside the layers the positions' embedding and the last LayerNorm. Their gradients are summed once per step. (Without
 # sequence parallelism each rank has seen all tokens, and summing would count $t$ times.)
-#
+
+# %% [markdown]
 # ### In the library
 #
 # *Deeper, 3 minutes.*
@@ -518,7 +523,8 @@ if rank == 0:
 # **To remember.** Columns, then rows, with one sum per pair. Four sums of $Nh$ elements per layer and microbatch, for
 # which every rank waits. Sequence parallelism sends the same, and divides the work between the pairs as well. All of it
 # belongs on the fastest link.
-#
+
+# %% [markdown]
 # ### Hiding backward's half
 #
 # *Deeper, 4 minutes.*
@@ -542,7 +548,8 @@ assert relative_difference(work.wait(), dX) < 1e-12 and relative_difference(dA_m
 # \right), \qquad h_{\text{out}} = 3h \text{ or } 4h.$$
 #
 # (Sequence parallelism hides the reduce-scatter of a column layer like this; the all-gathers stay exposed.)
-#
+
+# %% [markdown]
 # ## 6.7 PyTorch's names
 #
 # *Deeper, 4 minutes.*
@@ -574,7 +581,8 @@ if rank == 0:
 # gradient on each rank before the sum of `Partial` gradients, with and without sequence parallelism? What would the
 # optimizer, without weight decay and clipping, do to the copies on the others? (A copy that is not used has the
 # gradient 0.)
-#
+
+# %% [markdown]
 # ## 6.9 Answers
 #
 # *Deeper, 4 minutes.*

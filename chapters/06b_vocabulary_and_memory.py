@@ -91,7 +91,8 @@ if rank == 0:
 # %% [markdown]
 # In the picture a row is a token, and each of three ranks has a third of its $V$ logits. Two small all-reduces give all
 # ranks the grey columns, from which each computes the loss. Section 6b.2 explains what these are.
-#
+
+# %% [markdown]
 # ## 6b.1 The plan
 #
 # *Core, 7 minutes.*
@@ -174,7 +175,8 @@ assert {name: by_plan[f"{name}.weight"] for name in CUTS} == CUTS
 # `Shard` records one rank's part and is kept in the parameter's *placement*, as `parameter.placement.tp`. What stays
 # whole has the placement `Replicate`. Unlike `rank_part`, `Shard` pads a dim that $t$ does not divide, which the
 # vocabulary needs.
-#
+
+# %% [markdown]
 # ## 6b.2 The vocabulary
 #
 # *Core, 14 minutes.*
@@ -258,7 +260,8 @@ say(f"split loss = the whole one; its gradient within {relative_difference(gradi
 # %% [markdown]
 # Gathering the logits would send $NV\frac{t-1}{t}$ elements, $V/6$ times as many as the $6N\frac{t-1}{t}$ here,
 # whatever $N$ and $t$ are.
-#
+
+# %% [markdown]
 # ### In the library
 #
 # *Deeper, 4 minutes.*
@@ -281,7 +284,8 @@ assert abs(model.criterion(own_logits, targets).item() / plain_loss - 1) < 1e-13
 # logits' copy, so that only one array of $N \times V/t$ is kept for backward. And every rank has as many rows: as
 # $V = 257$ is not divisible, the matrix gets rows of zeros up to the next multiple, and their logits are set to
 # $-\infty$, so that their $e^z$ is 0 in every softmax.
-#
+
+# %% [markdown]
 # ## 6b.3 The proof
 #
 # *Core, 7 minutes.*
@@ -315,7 +319,8 @@ say(f"sequence parallel = one device: gradients within {worst:.1e}; bytes as bef
 # its terms are added in another order than on one device. The bits are equal, too, if one device adds the same parts in
 # the same tree as the ranks. [Trees in tensor parallelism](more/trees_in_tensor_parallel.ipynb) shows where the bits
 # begin to differ, and the tree.
-#
+
+# %% [markdown]
 # ## 6b.4 Dropout
 #
 # *Deeper, 4 minutes.*
@@ -348,7 +353,8 @@ say(f"with dropout 0.3 on the probabilities the sum is one device's, within {wor
 
 # %% [markdown]
 # The library's `tensor_parallel` leaves this out, and refuses a model with dropout.
-#
+
+# %% [markdown]
 # ## 6b.5 Memory: what a layer keeps
 #
 # *Core, 9 minutes.*
@@ -411,7 +417,8 @@ if rank == 0:
 # %% [markdown]
 # On eight ranks the blue part, which is by far the largest, becomes an eighth. Half of the 20 bytes that are left is
 # not divided by tensor parallelism. Sequence parallelism divides the yellow part of it.
-#
+
+# %% [markdown]
 # ### The paper's table
 #
 # *Deeper, 5 minutes.*
@@ -440,7 +447,8 @@ assert round(114 * 2048 * 12288 / 1e9, 1) == 2.9  # GB: the activations of chapt
 # for each of the two column layers, $2Nh\frac{t-1}{t}$ elements per layer. So its memory falls as $34/t$ where ours
 # stops at $2w$. The second all-gather runs while $\mathrm{d}Y_r A_r^\top$ is computed, the gradient of the column
 # layer's input ($\mathrm{d}Y_r$ is the gradient of its result).
-#
+
+# %% [markdown]
 # ## 6b.6 With data parallelism and ZeRO
 #
 # *Core, 6 minutes.*
@@ -518,7 +526,8 @@ for flags in (["--zero-stage", "0"], with_zero_3):
 # %% [markdown]
 # (A prime number of ranks leaves nothing for dp; then tp takes them all.) The losses, the gradient norms and every
 # parameter agree, clipping, ZeRO and sequence parallelism included.
-#
+
+# %% [markdown]
 # ## 6b.7 Mistakes, and what notices them
 #
 # *Core, 9 minutes.*
@@ -587,7 +596,8 @@ for name, noticed in caught.items():
 # ranks, and the maximum is that of all ranks. Sequence parallelism divides what lies between the pairs, for the same
 # bytes. Elements that several ranks hold count once in the norm. And the proof is a training of a few steps beside one
 # device, with losses, norms and every parameter.
-#
+
+# %% [markdown]
 # ## 6b.8 PyTorch's names
 #
 # *Deeper, 2 minutes.*
@@ -601,7 +611,8 @@ for name, noticed in caught.items():
 #
 # `parallelize_module` with a plan is in [chapters/pytorch/ch06.py](pytorch/ch06.py), which
 # [6.7](06_tensor_parallel.ipynb) shows.
-#
+
+# %% [markdown]
 # ## 6b.9 Problems
 #
 # *Deeper, 20 minutes.*
@@ -613,7 +624,8 @@ for name, noticed in caught.items():
 # 3. Let `ColumnLinear` keep its own tokens only and gather again in backward, as Megatron does. Backward has two
 # products (6.5, 6.6). Which of them can run during that all-gather, and why not the other? Per layer, what do the
 # ledger (after forward) and the counter say before and after?
-#
+
+# %% [markdown]
 # ## 6b.10 Answers
 #
 # *Deeper, 5 minutes.*

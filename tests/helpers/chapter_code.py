@@ -1,7 +1,6 @@
-"""Code of a chapter's script, to run a section's cells or single functions without the rest of the chapter."""
+"""Code of a chapter's script, to run single functions without the rest of the chapter."""
 
 import ast
-import re
 import threading
 
 from launcher import ROOT
@@ -11,7 +10,7 @@ PARSING = threading.Lock()  # ranks are threads, and Python 3.11's parser may fa
 
 def script_of(chapter):
     """Return the text of the chapter with this number, such as "09", or of a file, such as "more/muon"."""
-    (path,) = (ROOT / "chapters").glob(f"{chapter}*.py")
+    (path,) = (ROOT / "chapters").glob(f"{chapter}.py" if "/" in chapter else f"{chapter}_*.py")
     return path.read_text(encoding="utf-8")
 
 
@@ -21,12 +20,4 @@ def run_functions(chapter, names, namespace):
         chosen = [node for node in ast.parse(script_of(chapter)).body if getattr(node, "name", None) in names]
         assert len(chosen) == len(names), "a function is missing, or defined twice"
         code = compile(ast.Module(chosen, []), f"chapter {chapter}", "exec")
-    exec(code, namespace)
-
-
-def run_section(chapter, number, namespace):
-    """Run the code cells of a section, such as "4.12", in a namespace, which must have what they use."""
-    (text,) = re.findall(rf"^# ## {re.escape(number)} .*?(?=^# ## |\Z)", script_of(chapter), re.MULTILINE | re.DOTALL)
-    with PARSING:
-        code = compile(text, f"section {number}", "exec")  # markdown is comments there
     exec(code, namespace)
