@@ -87,7 +87,8 @@ if p > 8:
 # ![What each of four ranks holds under four strategies](../visualize/gallery/four_strategies.png)
 #
 # *What each of four ranks holds. A model is drawn as its layers, one above the other; a layer has columns.*
-#
+
+# %% [markdown]
 # ## 0.2 A model
 #
 # *Core, 2 minutes.*
@@ -175,7 +176,7 @@ class Head:
 # cell is folded; its lines say nothing about parallel training.)
 
 
-# %% jupyter={"source_hidden": true} tags=["one-file", "hide-input"]
+# %% tags=["one-file", "hide-input"]
 def new_layers():
     """Draw the eight layers from one seed, so that all ranks begin with the same."""
     random = np.random.default_rng(0)
@@ -395,7 +396,7 @@ assert world.allreduce(sum(sent)) == 2 * (p - 1) * mine.nbytes, "all_reduce send
 # is folded.
 
 
-# %% jupyter={"source_hidden": true} tags=["one-file", "hide-input"]
+# %% tags=["one-file", "hide-input"]
 def prove(name, losses, model, expected, elements, formula, held):
     """Print a row of the table, or end the job if this way is not equal to one device or sends other bytes.
 
@@ -637,7 +638,8 @@ for name, ahead, most in ("GPipe", m, m), ("1F1B", p - 1 - r, p - r):
 
 # %% [markdown]
 # Rank 0 keeps $p$ microbatches with 1F1B, however large $m$ is. Both schedules train the same model.
-#
+
+# %% [markdown]
 # ## 0.9 All at once
 #
 # *Core, 3 minutes.*
@@ -694,7 +696,8 @@ say(f"\nAll are equal to one device. ZeRO 1 has learned by heart:\n\n{''.join(vo
 # ## 0.10 A tensor that knows what it was computed from
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # A `Tensor` keeps its inputs, and for each input a function that turns the result's gradient into that input's. Tensors
 # are numbered as they are made, so a tensor's users have larger numbers than itself. Backward goes from large numbers
 # to small ones: when backward reaches a tensor, every tensor that was computed from it has already sent its
@@ -749,7 +752,8 @@ def operation(rule):
 # ## 0.11 Seven operations
 #
 # *Deeper, 8 minutes; the formulas are derived in chapters 1 and 2.*
-#
+
+# %% [markdown]
 # A GPT needs seven operations. Each computes its result, and states below it the gradient of every input. $B$ samples
 # of $T$ tokens are $N = B T$ rows, one below the other, of $h$ elements each.
 
@@ -876,7 +880,8 @@ def cross_entropy_sum(logits, targets):
 # ## 0.12 A GPT
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # GPT-2 with as many heads and layers as ranks, and with GPT-2's names. All parameters are views of one array, `flat`,
 # on which collectives and optimizers work. The output head has the same values as the token embedding `wte`, and a
 # gradient of its own. One device adds the two in the end; in a pipeline they stay on two ranks, and 7.7 adds them.
@@ -1039,7 +1044,8 @@ say("data parallelism and ZeRO 1: the gradient of one device within rounding, an
 # ## 0.13 The library gives the same bits
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # minipar has the functions above under the same names: `all_reduce` in comm/algorithms.py, `linear` and `attention` in
 # autograd, ZeRO stage 1 in parallel/zero.py, *f* and *g* in parallel/tensor/mappings.py, 1F1B in
 # parallel/pipeline/schedules.py. It adds what real use needs: any dtype, buckets and overlap, checkpoints, errors with

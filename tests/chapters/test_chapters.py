@@ -5,7 +5,10 @@ import re
 import pytest
 from launcher import ROOT, run_mpi
 
+from chapters.support import fold
+
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9]*.py"))
+SCRIPTS = [*CHAPTERS, *sorted((ROOT / "chapters" / "more").glob("[a-z]*.py"))]
 QUICK = [path for path in CHAPTERS if path.name[:2] in ("00", "01", "03", "06", "11")]  # the others take longer
 
 
@@ -16,19 +19,28 @@ def test_a_chapter_runs_as_a_script(chapter, tmp_path):
 
 
 def cells(notebook):
-    """List the kind, text and tags of each cell."""
-    return [(cell.cell_type, cell.source, tuple(cell.metadata.get("tags", ()))) for cell in notebook.cells]
+    """List the kind and text of each cell, with its tags and what is folded."""
+    known = ("tags", "jupyter", fold.COLLAPSED)
+    return [(cell.cell_type, cell.source, {key: cell.metadata.get(key) for key in known}) for cell in notebook.cells]
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
-def test_a_notebook_has_the_cells_of_its_script(chapter):
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_notebook_has_the_cells_of_its_script(script):
     jupytext = pytest.importorskip("jupytext")
-    notebook = jupytext.read(chapter.with_suffix(".ipynb"))
-    assert cells(notebook) == cells(jupytext.read(chapter)), f"make notebooks CHAPTER={int(chapter.name[:2])}"
+    notebook, expected = jupytext.read(script.with_suffix(".ipynb")), jupytext.read(script)
+    fold.fold(expected)
+    assert cells(notebook) == cells(expected), "make notebooks"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_headings_are_alone_so_that_deeper_sections_fold(script):
+    text = script.read_text(encoding="utf-8")
+    assert fold.with_headings_alone(text) == text, f"python -m chapters.support.fold {script.relative_to(ROOT)}"
 
 
 def test_every_script_has_a_notebook():
-    assert {path.stem for path in (ROOT / "chapters").glob("*.ipynb")} == {chapter.stem for chapter in CHAPTERS}
+    notebooks = {path for folder in (".", "more") for path in (ROOT / "chapters" / folder).glob("*.ipynb")}
+    assert notebooks == {script.with_suffix(".ipynb") for script in SCRIPTS}
 
 
 def test_chapter_0_walks_through_one_file():
