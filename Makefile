@@ -44,7 +44,7 @@ help:
 	@echo "make reference  the comparisons with torch and transformers (installs torch)"
 	@echo "make planted    plant each of the listed mistakes, one at a time, and see that a test notices"
 	@echo "make release    all of the above but the demo, and what takes long: fuzz, chapters, notebooks, the site; nightly"
-	@echo "make notebooks  execute the chapters again, and fold their deeper sections"
+	@echo "make notebooks  execute the chapters again, fold their deeper sections, count their minutes"
 	@echo "make lint       ruff and mypy"
 
 # The text is the Zen of Python, which every Python prints: 857 bytes are learned by heart in 200 steps. The timeline is
@@ -117,6 +117,7 @@ notebooks: $(VENV)/.test
 	$(BIN)/jupytext --quiet --to ipynb --update $(CHAPTERS)
 	$(BIN)/python -m pytest --nbmake --overwrite --nbmake-timeout=600 $(CHAPTERS:.py=.ipynb)
 	$(BIN)/python -m chapters.support.fold $(CHAPTERS:.py=.ipynb)
+	$(BIN)/python -m chapters.support.core_path
 
 # The chapters, docs and explorers as a static site in out/site (needs Node.js), and each of its pages in Chromium.
 site site-check: $(VENV)/.site

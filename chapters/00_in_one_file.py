@@ -33,7 +33,7 @@
 # [10](exercises/e10_one_f_one_b.py) of chapters 3 to 7. **Predict**: ZeRO 1 keeps an eighth of the optimizer's memory
 # on each device. Does it send more bytes than data parallelism, as many, or fewer? Section 0.6 has the answer.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
@@ -91,7 +91,7 @@ if p > 8:
 # %% [markdown]
 # ## 0.2 A model
 #
-# *Core, 2 minutes.*
+# *Core, 12 minutes.*
 #
 # The model sees 16 letters and predicts the next one. A letter has a vector for each place where it can stand. The sum
 # of the 16 vectors, $h = 32$ elements, goes through six residual blocks $x + \tanh(x W_1) W_2$, and a last matrix makes
@@ -267,7 +267,7 @@ assert abs((above - below) / 2e-6 - slope) < 1e-7 * abs(slope), "the gradient is
 # %% [markdown]
 # ## 0.3 One device
 #
-# *Core, 1 minute.*
+# *Core, 3 minutes.*
 #
 # One device trains with AdamW. It is the judge: every way below has to train the same model. AdamW works on each
 # element alone and keeps two means for it. So it can be given any part of the parameters, and that is all ZeRO needs.
@@ -310,7 +310,7 @@ for _ in range(STEPS):
 # %% [markdown]
 # ## 0.4 A ring all-reduce
 #
-# *Core, 3 minutes.*
+# *Core, 8 minutes.*
 #
 # A rank can send an array and receive one. Both return at once, with a request to wait for. All that follows is written
 # from these two.
@@ -424,7 +424,7 @@ prove("one device", judge_losses, judge, judge.parameters, 0, "0", held)
 # %% [markdown]
 # ## 0.5 Data parallelism
 #
-# *Core, 1 minute.*
+# *Core, 2 minutes.*
 #
 # Each rank has the whole model and $1/p$ of the samples. The loss is a sum over samples, divided by the number of *all*
 # samples. So the gradients of its parts add up. After one all-reduce all ranks have the same gradient and take the same
@@ -543,7 +543,7 @@ prove("tensor parallelism", losses, model, expected, 2 * (p - 1) * summed, "2(p-
 # %% [markdown]
 # ## 0.8 A pipeline
 #
-# *Core, 6 minutes.*
+# *Core, 8 minutes.*
 #
 # Each rank has some of the layers: a *stage*. The samples are cut into $m$ *microbatches* that follow one another. A
 # forward sends its result to the next rank, a backward sends a gradient to the rank before. While the pipeline fills
@@ -642,7 +642,7 @@ for name, ahead, most in ("GPipe", m, m), ("1F1B", p - 1 - r, p - r):
 # %% [markdown]
 # ## 0.9 All at once
 #
-# *Core, 3 minutes.*
+# *Core, 4 minutes.*
 #
 # A rank has a place on each of three axes. Along an axis it works with the ranks that have its places on the other two.
 # Nothing changes in the functions above: a stage of split blocks runs the pipeline on its part of the samples, and ZeRO
@@ -879,7 +879,7 @@ def cross_entropy_sum(logits, targets):
 # %% [markdown]
 # ## 0.12 A GPT
 #
-# *Deeper, 5 minutes.*
+# *Deeper, 12 minutes.*
 
 # %% [markdown]
 # GPT-2 with as many heads and layers as ranks, and with GPT-2's names. All parameters are views of one array, `flat`,
@@ -917,6 +917,17 @@ def shapes():
     return shapes
 
 
+def views(flat):
+    """Return the parameters by name: tensors whose arrays are parts of the flat one."""
+    parameters = {}
+    start = 0
+    for name, shape in shapes().items():
+        size = math.prod(shape)
+        parameters[name] = Tensor(flat[start : start + size].reshape(shape))
+        start += size
+    return parameters
+
+
 # %%
 class GPT:
     """GPT-2. Its values are drawn from one seed, so they are the same on every rank."""
@@ -924,12 +935,7 @@ class GPT:
     def __init__(self):
         sizes = [math.prod(shape) for shape in shapes().values()]
         self.flat = np.random.default_rng(0).normal(0, 0.1, sum(sizes))
-        self.parameters = {}
-        stop = 0
-        for name, shape in shapes().items():
-            start = stop
-            stop = start + math.prod(shape)
-            self.parameters[name] = Tensor(self.flat[start:stop].reshape(shape))
+        self.parameters = views(self.flat)
         self.head = Tensor(self.parameters["wte.weight"].data.T)
 
     def of(self, layer):
@@ -1043,7 +1049,7 @@ say("data parallelism and ZeRO 1: the gradient of one device within rounding, an
 # %% [markdown]
 # ## 0.13 The library gives the same bits
 #
-# *Deeper, 4 minutes.*
+# *Deeper, 6 minutes.*
 
 # %% [markdown]
 # minipar has the functions above under the same names: `all_reduce` in comm/algorithms.py, `linear` and `attention` in

@@ -19,22 +19,29 @@
 # operations, and the moment at which a gradient is complete. At the end you can write an engine, and check any gradient
 # with two forwards.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
+import itertools
+from collections import Counter
+
+import numpy as np
+
 from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()
 say = printer(comm.rank)  # rank 0 prints and draws; every rank checks
-say(f"{comm.size} rank(s)")
 if comm.rank == 0:
     from chapters.support.ch01 import figures
     from chapters.support.show import show, show_source
 
+# %%
+say(f"{comm.size} rank(s)")
+if comm.rank == 0:
     show(figures.plot_small_graph(), "01_backward")
 
 # %% [markdown]
@@ -91,13 +98,8 @@ if comm.rank == 0:
 # **Completeness.** While it collects, it counts how often each tensor is an input: its *uses*. Each arriving
 # contribution lowers the count by one. At zero the gradient is complete.
 
+
 # %%
-import itertools
-from collections import Counter
-
-import numpy as np
-
-
 class SmallTensor:
     """An array, the tensors that it was computed from, and a rule from its gradient to that of each of them."""
 
@@ -651,7 +653,7 @@ caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.oth
 # %% [markdown]
 # ## 1.10 Answers
 #
-# *Deeper.*
+# *Deeper, 5 minutes.*
 
 # %% [markdown]
 # <details><summary>Answers</summary>

@@ -18,24 +18,34 @@
 # be counted exactly. At the end of this chapter you can draw a block from memory, count its parameters, operations and
 # bytes, and say what the optimizer does with the gradients of [chapter 1](01_autograd.ipynb).
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
+import math
+
+import numpy as np
+
+from chapters.support.ch02.watch import check_slope
 from chapters.support.show import printer
+from minipar import nn
+from minipar.autograd import Tensor, causal_attention
 from minipar.comm import world
+from minipar.train.data import Batches, load_tokens
 
 comm = world()
 say = printer(comm.rank)  # rank 0 prints and draws; every rank checks
-B, T, h, a = 4, 48, 64, 4  # samples, tokens of a sample, elements per token, attention heads
-N = B * T  # tokens
-per_block = 20 * N * h + a * B * T**2 + 2 * N  # elements that a block keeps for backward
 if comm.rank == 0:
     from chapters.support.ch02 import figures
     from chapters.support.show import show, show_source
 
+# %%
+B, T, h, a = 4, 48, 64, 4  # samples, tokens of a sample, elements per token, attention heads
+N = B * T  # tokens
+per_block = 20 * N * h + a * B * T**2 + 2 * N  # elements that a block keeps for backward
+if comm.rank == 0:
     operations = figures.block_operations(B, T, h, a)
     assert sum(operation.kept for operation in operations) == per_block
     show(figures.plot_block(operations, skips=[(0, 4), (5, 9)]), "02_block")
@@ -77,15 +87,8 @@ if comm.rank == 0:
 # $\mathrm{softmax}_j(q_i \cdot k_j / \sqrt{h/a})$. The *MLP* widens each row to $4h$ elements, applies GELU and comes
 # back to $h$.
 
+
 # %%
-import math
-
-import numpy as np
-
-from minipar import nn
-from minipar.train.data import Batches, load_tokens
-
-
 def layer_norm(x, gain, bias):
     centered = x - x.mean(axis=-1, keepdims=True)
     return centered / np.sqrt((centered**2).mean(axis=-1, keepdims=True) + 1e-5) * gain + bias
@@ -141,12 +144,14 @@ def gpt(inputs, weights, layers, heads):
     return x @ weights["wte.weight"].T
 
 
+# %%
 L, V = 2, 256  # layers, that is blocks; tokens in the vocabulary
 config = nn.GPTConfig(vocab_size=V, n_positions=96, n_embd=h, n_layer=L, n_head=a)
 tokens = load_tokens(None, vocab_size=V, seq_len=config.n_positions)  # source text of Python's standard library
 inputs, targets = Batches(tokens, length=T, global_batch=B, order="random", seed=0).batch(step=0, samples=range(B))
 model = nn.GPT(config, seed=0, dtype="float64")
 weights = model.state_dict()
+random = np.random.Generator(np.random.Philox(2))  # for values of the checks below
 logits = gpt(inputs, weights, L, a)
 
 
@@ -179,18 +184,14 @@ if comm.rank == 0:
 # $dq = dZ\, k / \sqrt{h/a}$ and $dk = dZ^\top q / \sqrt{h/a}$. A masked score has the probability 0 and so the gradient
 # 0.
 
+
 # %%
-from chapters.support.ch02.watch import check_slope
-from minipar.autograd import Tensor, causal_attention
-
-
 def attention_backward(q, k, v, output, p, g):
     """The gradients of q, k and v of one head, for the gradient g of the output; p are the probabilities."""
     dz = p * (g @ v.T - (g * output).sum(axis=1, keepdims=True)) / math.sqrt(q.shape[1])
     return dz @ k, dz.T @ q, p.T @ g
 
 
-random = np.random.Generator(np.random.Philox(2))
 qkv = Tensor(random.standard_normal((1, T, 3 * h)), requires_grad=True)
 g = random.standard_normal((1, T, h))
 library_output = causal_attention(qkv, heads=1)
@@ -628,7 +629,8 @@ caught("skip path dropped", lambda: check_slope(ForgottenResidual(config, dtype=
 
 # %% [markdown]
 # The loss falls almost as well: the branches alone carry enough gradient for 20 steps. No one would see this in a loss
-# curve. The check of the slope notices at once.
+# curve. `check_slope` notices at once: along one random direction it compares the gradient with the slope of the loss,
+# as in 1.2.
 #
 # **2. Same shape, same values.** Key the generator by the shape instead of the name, or reset a seed in a layer's
 # constructor, and matrices of one shape start equal. No gradient is wrong, so `check_slope` passes, and the loss looks
@@ -688,7 +690,7 @@ caught("values keyed by shape", lambda: check_matrices_differ(twins))
 # %% [markdown]
 # ## 2.12 Answers
 #
-# *Deeper.*
+# *Deeper, 8 minutes.*
 
 # %% [markdown]
 # <details><summary>Answers</summary>

@@ -18,28 +18,31 @@
 # new kind of message is needed, and no change of the model: only another order of each rank's actions. You can then
 # say what each order pays: messages, memory, or weights that are too old.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
 import numpy as np
 
+from chapters.support.predict import predict, reveal
 from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()
 rank, ranks = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
-x, weight, dy = np.random.default_rng(3).normal(size=(3, 16, 16))  # a linear layer, y = x @ weight, and its gradient
-dx = dy @ weight.T  # `I`: the rank before waits for this
-d_weight = x.T @ dy  # `W`: nobody waits for this before the optimizer's step
 if rank == 0:
     from chapters.support.ch08 import figures
     from chapters.support.show import show, show_source
     from visualize import gallery, plot_schedules
 
+# %%
+x, weight, dy = np.random.default_rng(3).normal(size=(3, 16, 16))  # a linear layer, y = x @ weight, and its gradient
+dx = dy @ weight.T  # `I`: the rank before waits for this
+d_weight = x.T @ dy  # `W`: nobody waits for this before the optimizer's step
+if rank == 0:
     lines = gallery(4, 8)
     show(plot_schedules({name: lines[name] for name in ("1F1B", "ZB-V")}), "08_two_schedules")
 
@@ -143,8 +146,6 @@ if rank == 0:
 # idles for 9 units:
 
 # %%
-from chapters.support.predict import predict, reveal
-
 predict("idle units with m = 6", ...)  # replace the dots by your answer
 
 # %%
@@ -191,7 +192,7 @@ if rank == 0:
 #
 # *Core, 5 minutes.*
 #
-# The first cell's linear layer is $y = xA$, and $dy$ is its result's gradient. Backward computes two products:
+# The linear layer above the first picture is $y = xA$, and $dy$ is the gradient of $y$. Backward computes two products:
 #
 # $$\underbrace{dx = dy\, A^{\mathsf T}}_{\texttt{I}} \qquad \underbrace{dA = x^{\mathsf T} dy}_{\texttt{W}}$$
 #
@@ -399,9 +400,8 @@ for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items(
 # %% [markdown]
 # ## 8.4 ZB-V and DualPipeV
 #
-# *Deeper, 5 minutes.*
-
-# %% [markdown]
+# *Core, 5 minutes.*
+#
 # ZB-H2 pays with twice the activations. The V-shaped schedule (Qi et al. 2024, arXiv 2405.15362) needs no more than
 # 1F1B: two stages per rank, the second half of the pipeline running *back up*. Rank $r$ has stages $r$ and $2p-1-r$.
 # The last stage lies on rank 0, beside the first. So a microbatch's backward can begin where its forward ended, without

@@ -5,7 +5,7 @@ import re
 import pytest
 from launcher import ROOT, run_mpi
 
-from chapters.support import fold
+from chapters.support import core_path, fold
 
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9]*.py"))
 SCRIPTS = [*CHAPTERS, *sorted((ROOT / "chapters" / "more").glob("[a-z]*.py"))]
@@ -36,6 +36,27 @@ def test_a_notebook_has_the_cells_of_its_script(script):
 def test_headings_are_alone_so_that_deeper_sections_fold(script):
     text = script.read_text(encoding="utf-8")
     assert fold.with_headings_alone(text) == text, f"python -m chapters.support.fold {script.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_core_needs_no_deeper_cell_and_no_cell_is_long(script):
+    assert core_path.faults(script) == []
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_the_core_of_a_chapter_is_neither_short_nor_long(chapter):
+    fewest = 1800 if "03" <= chapter.name[:2] <= "10" else 0
+    assert fewest <= core_path.sizes(chapter)[2] <= 2800
+
+
+def test_pages_state_the_minutes_and_words_of_the_core():
+    pages = [page.read_text(encoding="utf-8") for page in core_path.PAGES]
+    assert all("core of [chapter 0]" in page and "core of chapters 3 to 9" in page for page in pages)
+    assert core_path.table() in pages[0], "python -m chapters.support.core_path"
+    assert [core_path.renewed(page) for page in pages] == pages, "python -m chapters.support.core_path"
+    limit = int(re.search(r"at most ([\d,]+) words", pages[0])[1].replace(",", ""))
+    path = [chapter for chapter in CHAPTERS if chapter.name[:2] not in ("11", "12", "13")]
+    assert sum(core_path.sizes(chapter)[2] for chapter in path) <= limit
 
 
 def test_every_script_has_a_notebook():
