@@ -6,7 +6,7 @@
 #   make lab     LAB="--no-browser --port 9000"    options of JupyterLab
 #   make planted MISTAKES="ZeRO"               the planted mistakes whose names this regular expression finds
 #   make fuzz    SEED=7 CASES=10000            the inputs of an earlier run, or fewer
-#   make notebooks CHAPTER=4                   one chapter; CHAPTERS=chapters/more/NAME.py: one of these
+#   make notebooks CHAPTER=4                   one chapter, or CHAPTER=6b, or CHAPTERS=chapters/more/NAME.py
 
 # python3 where it is new enough, else the newest of the versioned names that runs.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -111,7 +111,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 # nbmake fails on a cell that failed on an engine, where nbclient alone does not notice.
-CHAPTERS := $(wildcard $(if $(CHAPTER),chapters/$(shell printf '%02d' $(CHAPTER))[_a-z]*.py,chapters/[0-9]*_*.py chapters/more/[a-z]*.py))
+CHAPTERS := $(wildcard $(if $(CHAPTER),chapters/$(CHAPTER)_*.py chapters/0$(CHAPTER)_*.py,chapters/[0-9]*_*.py chapters/more/[a-z]*.py))
 notebooks: $(VENV)/.test
 	$(BIN)/python -m chapters.support.fold $(CHAPTERS)
 	$(BIN)/jupytext --quiet --to ipynb --update $(CHAPTERS)

@@ -16,6 +16,8 @@ from chapters.support.fold import with_headings_alone
 CHAPTERS = Path(__file__).parents[1]
 PAGES = (CHAPTERS / "README.md", CHAPTERS.parent / "docs" / "site" / "start.md")
 LONGEST_CELL = 40  # lines that are not blank
+MOST_WORDS = 2800  # of a chapter's core
+FEWEST_WORDS = 1800  # of chapters 3 to 10, each of which is a session of about an hour
 HEADING = re.compile(r"(#+) .*\n+(?:\*(Core|Deeper)(?:, (\d+) minutes?)?\b.*\*\n)?")
 
 
@@ -34,6 +36,11 @@ class Cell:
 def scripts() -> list[Path]:
     """Return the chapters' scripts, in order."""
     return sorted(CHAPTERS.glob("[0-9]*.py"))
+
+
+def all_scripts() -> list[Path]:
+    """Return the chapters' scripts, then those of more/, in which is what would interrupt a chapter."""
+    return [*scripts(), *sorted((CHAPTERS / "more").glob("[a-z]*.py"))]
 
 
 def cells(path: Path) -> Iterator[Cell]:
@@ -65,6 +72,19 @@ def sizes(path: Path) -> tuple[int, int, int]:
 
 
 def faults(path: Path) -> list[str]:
+    """List what is wrong in a script: headings that do not fold, a core that is too short or too long, and cells."""
+    script = path.read_text(encoding="utf-8")
+    found = []
+    if with_headings_alone(script) != script:
+        found.append(f"{path.name}: run python -m chapters.support.fold {path.relative_to(CHAPTERS.parent)}")
+    words = sizes(path)[2]
+    fewest = FEWEST_WORDS if "03" <= path.name[:2] <= "10" else 0
+    if not fewest <= words <= MOST_WORDS:
+        found.append(f"{path.name}: {words} words in the core, not {fewest} to {MOST_WORDS}")
+    return found + faults_of_cells(path)
+
+
+def faults_of_cells(path: Path) -> list[str]:
     """List cells of code that are too long, and core cells that need a name which only a deeper cell defines."""
     known, deeper, found = set(dir(builtins)), {}, []
     for cell in cells(path):

@@ -20,18 +20,35 @@ PREFIX = re.compile(r"\[(?:stdout|output):\d+\] ?\n?")
 LISTING = re.compile(r"# ([\w.]+)\n")
 PLAIN_PARTS = re.compile(r"(```.*?```|`[^`]*`|\$[^$]*\$|\[[^\]]*\]\([^)]*\)|<a\b.*?</a>|<[^>]*>)", re.DOTALL)
 PAPER = re.compile(r"\barXiv\s(\d{4}\.\d{5})")
-CHAPTER = re.compile(r"\b([Cc]hapter) (\d{1,2})\b(?!\.\d)")
-SECTION = re.compile(r"\b([Ss]ection) (\d{1,2})\.(\d{1,2})\b")
+CHAPTER = re.compile(r"\b([Cc]hapter) (\d{1,2}b?)\b(?!\.\d)")
+SECTION = re.compile(r"\b([Ss]ection) (\d{1,2}b?)\.(\d{1,2})\b")
 EXERCISE = re.compile(r"\b([Ee]xercise) (\d{1,2})\b")
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
+def chapter_of(name: str) -> str:
+    """Return the number of a chapter as the text writes it, such as "6b", from its file's name; "" if it has none."""
+    match = re.match(r"0?(\d+b?)_", name)
+    return match[1] if match else ""
+
+
 @cache
-def chapters() -> dict[int, str]:
+def chapters() -> dict[str, str]:
     """Return the name of each chapter's notebook, by its number."""
-    return {int(path.name[:2]): path.name for path in sorted((ROOT / "chapters").glob("[0-9]*.ipynb"))}
+    return {chapter_of(path.name): path.name for path in sorted((ROOT / "chapters").glob("[0-9]*.ipynb"))}
+
+
+def all_notebooks() -> list[Path]:
+    """Return the chapters' notebooks, then those of chapters/more/."""
+    folder = ROOT / "chapters"
+    return [*sorted(folder.glob("[0-9]*.ipynb")), *sorted((folder / "more").glob("*.ipynb"))]
+
+
+def page_of(path: Path) -> str:
+    """Return the name of a notebook's page, such as chapters/04_data_parallel."""
+    return path.relative_to(ROOT).as_posix().removesuffix(".ipynb")
 
 
 @cache
@@ -41,7 +58,7 @@ def exercises() -> dict[int, str]:
 
 
 @cache
-def sections(chapter: int) -> dict[int, str]:
+def sections(chapter: str) -> dict[int, str]:
     """Return the anchor of each numbered section of a chapter, as MyST makes it from the heading."""
     found = {}
     name = chapters().get(chapter)
@@ -56,20 +73,20 @@ def sections(chapter: int) -> dict[int, str]:
     return found
 
 
-def with_links(text: str, folder: str, own: int | None = None) -> str:
+def with_links(text: str, folder: str, own: str = "") -> str:
     """Make links of the papers, chapters, sections and exercises that Markdown names outside of code and of links.
 
     `folder` leads from the page to the chapters. `own` is the page's chapter, which gets no link to itself.
     """
 
     def chapter(match: re.Match[str]) -> str:
-        number = int(match[2])
+        number = match[2]
         if number == own or number not in chapters():
             return match[0]
         return f"[{match[0]}]({folder}{chapters()[number]})"
 
     def section(match: re.Match[str]) -> str:
-        number = int(match[2])
+        number = match[2]
         anchor = sections(number).get(int(match[3]))
         if anchor is None:
             return match[0]
@@ -110,10 +127,10 @@ def exercise_table(text: str) -> str:
 
     def row(match: re.Match[str]) -> str:
         words = match[2].replace("_", " ")
-        chapter = chapters()[int(match[3])]
+        chapter = chapters()[match[3]]
         return f"| [{match[1]}]({match[1]}_{match[2]}.py) {words} | [{match[3]}](../{chapter}) |"
 
-    return re.sub(r"^\| (e\d\d)_(\w+) \| (\d+) \|", row, text, flags=re.MULTILINE)
+    return re.sub(r"^\| (e\d\d)_(\w+) \| (\d+b?) \|", row, text, flags=re.MULTILINE)
 
 
 # ---- outputs ---------------------------------------------------------------------------------------------------------
@@ -130,39 +147,52 @@ def source_file(name: str) -> tuple[str, str]:
     raise ValueError(f"no file of {name}")
 
 
-def listing(text: str) -> str:
-    """Return an object's source as HTML in the site's colours, with a link to the page of its file."""
+def listing(text: str, up: str) -> str:
+    """Return an object's source as HTML in the site's colours, with a link to the page of its file.
+
+    `up` leads from the page to the site's root.
+    """
     path, name = source_file(LISTING.match(text)[1])
     code = text.split("\n", 1)[1]
     lines = highlight(code, PythonLexer(), HtmlFormatter(nowrap=True))
-    link = f'<a href="../library/{path.removesuffix(".py")}.html#{name}"><code>{name}</code> in {path}</a>'
+    link = f'<a href="{up}library/{path.removesuffix(".py")}.html#{name}"><code>{name}</code> in {path}</a>'
     return f'<p class="listing-file">{link}</p>\n<div class="highlight"><pre tabindex="0">{lines}</pre></div>'
 
 
-def shown(output: dict) -> dict | None:
+def shown(output: dict, up: str) -> dict | None:
     """Return an output of a cell as the site shows it, or None for one that says nothing."""
     if output["output_type"] == "stream":
         return output | {"text": PREFIX.sub("", "".join(output["text"]))}
     data = dict(output.get("data", {}))
     text = "".join(data.get("text/plain", ""))
     if "text/html" in data and LISTING.match(text):
-        return output | {"data": {"text/html": listing(text), "text/plain": text}}
+        return output | {"data": {"text/html": listing(text, up), "text/plain": text}}
     if set(data) == {"text/plain"}:
         text = PREFIX.sub("", text)
         return output | {"data": {"text/plain": text}} if text.strip() else None
     return output
 
 
-def notebook(source: str, own: int) -> str:
-    """Return a chapter's notebook (JSON) as the site shows it."""
+def notebook(source: str, page: str) -> str:
+    """Return the notebook (JSON) of a page, such as chapters/04_data_parallel, as the site shows it."""
+    up = "../" * page.count("/")
+    folder = "../" if page.startswith("chapters/more/") else ""
     content = json.loads(source)
     for cell in content["cells"]:
         if cell["cell_type"] == "markdown":
-            cell["source"] = with_links("".join(cell["source"]), "", own)
+            cell["source"] = with_links("".join(cell["source"]), folder, chapter_of(page.rpartition("/")[2]))
         elif cell["cell_type"] == "code":
-            outputs = [shown(output) for output in cell["outputs"]]
+            outputs = [shown(output, up) for output in cell["outputs"]]
             cell["outputs"] = [output for output in outputs if output is not None]
+            tags = cell["metadata"].get("tags", [])
+            if "setup" in tags:
+                cell["metadata"]["tags"] = [*tags, "hide-input"]  # MyST-NB folds the code of cells with this tag
     return json.dumps(content)
+
+
+def is_deeper(words: str) -> bool:
+    """Tell whether the words below a section's heading mark it as deeper."""
+    return re.fullmatch(r"Deeper\b.*\.", words) is not None
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -218,15 +248,22 @@ def drawn_by(code: str) -> list[tuple[str, str]]:
     return names
 
 
-def alternative(function: str, picture: str, chapter: int, heading: str) -> str:
+@cache
+def supports(page: str) -> set[str]:
+    """Return the folders of chapters/support that a page's script imports from."""
+    script = (ROOT / f"{page}.py").read_text(encoding="utf-8")
+    return {f"chapters/support/{name}" for name in re.findall(r"chapters\.support\.(ch\w+)", script)}
+
+
+def alternative(function: str, picture: str, page: str, heading: str) -> str:
     """Return a sentence that says what a picture shows: the purpose of the function that draws it."""
     candidates = purposes().get(function, [])
-    near = [sentence for path, sentence in candidates if f"/ch{chapter:02d}/" in path]
+    near = [sentence for path, sentence in candidates if path.rpartition("/")[0] in supports(page)]
     sentence = next(iter(near + [sentence for _, sentence in candidates]), "")
     sentence = re.sub(r"^(Draw|Plot) ", "", sentence)
     sentence = re.sub(r"[,:]? *\{[^}]*\}+[^.;]*", "", sentence)  # the form of its arguments
     sentence = re.sub(r", and (mark|count) ", r", and \1s ", sentence).rstrip(" .:;,(")
     sentence = SENTENCES.get(picture, SENTENCES.get(function, sentence))
     if not sentence:
-        raise ValueError(f"picture {picture} of chapter {chapter}: no docstring of {function} says what it shows")
+        raise ValueError(f"picture {picture} of {page}: no docstring of {function} says what it shows")
     return f"{heading}. The picture shows {sentence}."

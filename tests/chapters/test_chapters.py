@@ -7,9 +7,8 @@ from launcher import ROOT, run_mpi
 
 from chapters.support import core_path, fold
 
-CHAPTERS = sorted((ROOT / "chapters").glob("[0-9]*.py"))
-SCRIPTS = [*CHAPTERS, *sorted((ROOT / "chapters" / "more").glob("[a-z]*.py"))]
-QUICK = [path for path in CHAPTERS if path.name[:2] in ("00", "01", "03", "06", "11")]  # the others take longer
+CHAPTERS, SCRIPTS = core_path.scripts(), core_path.all_scripts()
+QUICK = [path for path in CHAPTERS if path.stem.split("_")[0] in "00 01 03 06 06b 11".split()]  # others take longer
 
 
 @pytest.mark.parametrize("chapter", QUICK, ids=lambda path: path.stem)
@@ -33,20 +32,8 @@ def test_a_notebook_has_the_cells_of_its_script(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_headings_are_alone_so_that_deeper_sections_fold(script):
-    text = script.read_text(encoding="utf-8")
-    assert fold.with_headings_alone(text) == text, f"python -m chapters.support.fold {script.relative_to(ROOT)}"
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_the_core_needs_no_deeper_cell_and_no_cell_is_long(script):
+def test_the_core_is_short_and_needs_no_deeper_section(script):
     assert core_path.faults(script) == []
-
-
-@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
-def test_the_core_of_a_chapter_is_neither_short_nor_long(chapter):
-    fewest = 1800 if "03" <= chapter.name[:2] <= "10" else 0
-    assert fewest <= core_path.sizes(chapter)[2] <= 2800
 
 
 def test_pages_state_the_minutes_and_words_of_the_core():

@@ -4,6 +4,7 @@ They need no Sphinx; `make site` builds the pages of these.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,16 +13,17 @@ import pytest
 SITE = Path(__file__).parents[3] / "docs" / "site"
 sys.path.insert(0, str(SITE))
 
+import api  # noqa: E402
 import collectives  # noqa: E402
 import differences  # noqa: E402
 import library  # noqa: E402
 import notebooks  # noqa: E402
 
-CHAPTERS = sorted((notebooks.ROOT / "chapters").glob("[0-9]*.ipynb"))
+CHAPTERS = notebooks.all_notebooks()
 
 
 def cells(path):
-    return json.loads(notebooks.notebook(path.read_text(encoding="utf-8"), int(path.name[:2])))["cells"]
+    return json.loads(notebooks.notebook(path.read_text(encoding="utf-8"), notebooks.page_of(path)))["cells"]
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
@@ -40,20 +42,21 @@ def test_each_picture_of_a_chapter_has_a_sentence(path):
         drawn = notebooks.drawn_by("".join(cell["source"]))
         assert len(drawn) == len(pictures)
         for function, name in drawn:
-            sentence = notebooks.alternative(function, name, int(path.name[:2]), "A section")
+            sentence = notebooks.alternative(function, name, notebooks.page_of(path), "A section")
             assert len(sentence.split()) > 6 and sentence.endswith(".")
 
 
 def test_papers_chapters_sections_and_exercises_are_links():
     text = "(Li 2020, arXiv 2006.15704, section 3.2; chapter 5). See `chapter 5`, exercise 8.\n## 3.2 chapter 5"
-    linked = notebooks.with_links(text, "", own=3)
+    linked = notebooks.with_links(text, "", own="3")
     assert "[arXiv 2006.15704](https://arxiv.org/abs/2006.15704), section 3.2" in linked
     assert "[chapter 5](05_zero.ipynb)" in linked and "`chapter 5`" in linked and "## 3.2 chapter 5" in linked
     assert "[exercise 8](exercises/e08_column_row_layers.py)" in linked
-    assert notebooks.with_links("section 5.1", "", own=3) == f"[section 5.1](05_zero.ipynb#{notebooks.sections(5)[1]})"
+    assert notebooks.with_links("section 5.1", "") == f"[section 5.1](05_zero.ipynb#{notebooks.sections('5')[1]})"
     kept = '<a href="x.html">Read\nchapter 0</a> [chapter 5](x.md)'
-    assert notebooks.with_links(kept, "", own=3) == kept
-    assert notebooks.with_links("chapter 3, chapter 99", "", own=3) == "chapter 3, chapter 99"
+    assert notebooks.with_links(kept, "", own="3") == kept
+    assert notebooks.with_links("chapter 3, chapter 99", "", own="3") == "chapter 3, chapter 99"
+    assert [notebooks.chapter_of(name) for name in ("00_in", "06b_x", "10_x", "muon")] == ["0", "6b", "10", ""]
 
 
 def test_the_table_of_exercises_has_links():
@@ -70,6 +73,30 @@ def test_listings_lead_to_the_object_in_its_file():
     for file, names in shown.items():
         assert set(names) <= set(library.objects(notebooks.ROOT / file)), file
     assert library.lines_shown("minipar/parallel/ddp.py") < set(range(1, 400))
+
+
+def test_a_file_has_its_functions_and_one_link_to_each_chapter():
+    for file in library.shown_in_chapters():
+        page, names = library.body(file), library.objects(notebooks.ROOT / file)
+        public = {name for name in names if "_" not in {part[0] for part in name.split(".")}}
+        assert all(page.count(f'<a href="#{name}">') == 1 for name in public), file
+        links = re.findall(r'href="[./]*chapters/([^"]+)"', page)
+        assert links and len(links) == len(set(links)), file
+
+
+def test_a_public_name_has_a_page_with_its_call_and_its_source():
+    for name in api.names():
+        file, own = api.place(name)
+        assert f'library/{file.removesuffix(".py")}.html#{own}"' in api.body(name) and f'"{name}.html"' in api.index()
+    assert api.call("AdamW").startswith("AdamW(parameters: Iterable[Parameter], lr: float=0.001")
+    assert "04_data_parallel.html" in api.body("DistributedDataParallel") and "no_sync(" in api.body("fully_shard")
+
+
+def test_setup_and_deeper_sections_are_folded():
+    setup = {"cell_type": "code", "source": "", "outputs": [], "metadata": {"tags": ["setup"]}}
+    (cell,) = json.loads(notebooks.notebook(json.dumps({"cells": [setup]}), "chapters/more/x"))["cells"]
+    assert cell["metadata"]["tags"] == ["setup", "hide-input"]
+    assert notebooks.is_deeper("Deeper, 4 minutes.") and not notebooks.is_deeper("Core, 4 minutes.")
 
 
 def test_the_program_without_a_wrapper_trains_the_same(capsys):
