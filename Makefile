@@ -6,7 +6,7 @@
 #   make lab     LAB="--no-browser --port 9000"    options of JupyterLab
 #   make planted MISTAKES="ZeRO"               the planted mistakes whose names this regular expression finds
 #   make fuzz    SEED=7 CASES=10000            the inputs of an earlier run, or fewer
-#   make notebooks CHAPTER=4                   one chapter, or CHAPTER=6b
+#   make notebooks CHAPTER=4                   one chapter, or CHAPTER=6b, or CHAPTERS=chapters/more/NAME.py
 
 # python3 where it is new enough, else the newest of the versioned names that runs.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -44,7 +44,7 @@ help:
 	@echo "make reference  the comparisons with torch and transformers (installs torch)"
 	@echo "make planted    plant each of the listed mistakes, one at a time, and see that a test notices"
 	@echo "make release    all of the above but the demo, and what takes long: fuzz, chapters, notebooks, the site; nightly"
-	@echo "make notebooks  execute the chapters again"
+	@echo "make notebooks  execute the chapters again, fold their deeper sections, count their minutes"
 	@echo "make lint       ruff and mypy"
 
 # The text is the Zen of Python, which every Python prints: 857 bytes are learned by heart in 200 steps. The timeline is
@@ -111,10 +111,13 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 # nbmake fails on a cell that failed on an engine, where nbclient alone does not notice.
-CHAPTERS := $(wildcard $(if $(CHAPTER),chapters/$(CHAPTER)_*.py chapters/0$(CHAPTER)_*.py,chapters/[0-9]*_*.py))
+CHAPTERS := $(wildcard $(if $(CHAPTER),chapters/$(CHAPTER)_*.py chapters/0$(CHAPTER)_*.py,chapters/[0-9]*_*.py chapters/more/[a-z]*.py))
 notebooks: $(VENV)/.test
+	$(BIN)/python -m chapters.support.fold $(CHAPTERS)
 	$(BIN)/jupytext --quiet --to ipynb --update $(CHAPTERS)
 	$(BIN)/python -m pytest --nbmake --overwrite --nbmake-timeout=600 $(CHAPTERS:.py=.ipynb)
+	$(BIN)/python -m chapters.support.fold $(CHAPTERS:.py=.ipynb)
+	$(BIN)/python -m chapters.support.core_path
 
 # The chapters, docs and explorers as a static site in out/site (needs Node.js), and each of its pages in Chromium.
 site site-check: $(VENV)/.site

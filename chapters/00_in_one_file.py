@@ -33,7 +33,7 @@
 # [10](exercises/e10_one_f_one_b.py) of chapters 3 to 7. **Predict**: ZeRO 1 keeps an eighth of the optimizer's memory
 # on each device. Does it send more bytes than data parallelism, as many, or fewer? Section 0.6 has the answer.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
@@ -87,10 +87,11 @@ if p > 8:
 # ![What each of four ranks holds under four strategies](../visualize/gallery/four_strategies.png)
 #
 # *What each of four ranks holds. A model is drawn as its layers, one above the other; a layer has columns.*
-#
+
+# %% [markdown]
 # ## 0.2 A model
 #
-# *Core, 2 minutes.*
+# *Core, 12 minutes.*
 #
 # The model sees 16 letters and predicts the next one. A letter has a vector for each place where it can stand. The sum
 # of the 16 vectors, $h = 32$ elements, goes through six residual blocks $x + \tanh(x W_1) W_2$, and a last matrix makes
@@ -175,7 +176,7 @@ class Head:
 # cell is folded; its lines say nothing about parallel training.)
 
 
-# %% jupyter={"source_hidden": true} tags=["one-file", "hide-input"]
+# %% tags=["one-file", "hide-input"]
 def new_layers():
     """Draw the eight layers from one seed, so that all ranks begin with the same."""
     random = np.random.default_rng(0)
@@ -266,7 +267,7 @@ assert abs((above - below) / 2e-6 - slope) < 1e-7 * abs(slope), "the gradient is
 # %% [markdown]
 # ## 0.3 One device
 #
-# *Core, 1 minute.*
+# *Core, 3 minutes.*
 #
 # One device trains with AdamW. It is the judge: every way below has to train the same model. AdamW works on each
 # element alone and keeps two means for it. So it can be given any part of the parameters, and that is all ZeRO needs.
@@ -309,7 +310,7 @@ for _ in range(STEPS):
 # %% [markdown]
 # ## 0.4 A ring all-reduce
 #
-# *Core, 3 minutes.*
+# *Core, 8 minutes.*
 #
 # A rank can send an array and receive one. Both return at once, with a request to wait for. All that follows is written
 # from these two.
@@ -395,7 +396,7 @@ assert world.allreduce(sum(sent)) == 2 * (p - 1) * mine.nbytes, "all_reduce send
 # is folded.
 
 
-# %% jupyter={"source_hidden": true} tags=["one-file", "hide-input"]
+# %% tags=["one-file", "hide-input"]
 def prove(name, losses, model, expected, elements, formula, held):
     """Print a row of the table, or end the job if this way is not equal to one device or sends other bytes.
 
@@ -423,7 +424,7 @@ prove("one device", judge_losses, judge, judge.parameters, 0, "0", held)
 # %% [markdown]
 # ## 0.5 Data parallelism
 #
-# *Core, 1 minute.*
+# *Core, 2 minutes.*
 #
 # Each rank has the whole model and $1/p$ of the samples. The loss is a sum over samples, divided by the number of *all*
 # samples. So the gradients of its parts add up. After one all-reduce all ranks have the same gradient and take the same
@@ -542,7 +543,7 @@ prove("tensor parallelism", losses, model, expected, 2 * (p - 1) * summed, "2(p-
 # %% [markdown]
 # ## 0.8 A pipeline
 #
-# *Core, 6 minutes.*
+# *Core, 8 minutes.*
 #
 # Each rank has some of the layers: a *stage*. The samples are cut into $m$ *microbatches* that follow one another. A
 # forward sends its result to the next rank, a backward sends a gradient to the rank before. While the pipeline fills
@@ -637,10 +638,11 @@ for name, ahead, most in ("GPipe", m, m), ("1F1B", p - 1 - r, p - r):
 
 # %% [markdown]
 # Rank 0 keeps $p$ microbatches with 1F1B, however large $m$ is. Both schedules train the same model.
-#
+
+# %% [markdown]
 # ## 0.9 All at once
 #
-# *Core, 3 minutes.*
+# *Core, 4 minutes.*
 #
 # A rank has a place on each of three axes. Along an axis it works with the ranks that have its places on the other two.
 # Nothing changes in the functions above: a stage of split blocks runs the pipeline on its part of the samples, and ZeRO
@@ -694,7 +696,8 @@ say(f"\nAll are equal to one device. ZeRO 1 has learned by heart:\n\n{''.join(vo
 # ## 0.10 A tensor that knows what it was computed from
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # A `Tensor` keeps its inputs, and for each input a function that turns the result's gradient into that input's. Tensors
 # are numbered as they are made, so a tensor's users have larger numbers than itself. Backward goes from large numbers
 # to small ones: when backward reaches a tensor, every tensor that was computed from it has already sent its
@@ -749,7 +752,8 @@ def operation(rule):
 # ## 0.11 Seven operations
 #
 # *Deeper, 8 minutes; the formulas are derived in chapters 1 and 2.*
-#
+
+# %% [markdown]
 # A GPT needs seven operations. Each computes its result, and states below it the gradient of every input. $B$ samples
 # of $T$ tokens are $N = B T$ rows, one below the other, of $h$ elements each.
 
@@ -875,8 +879,9 @@ def cross_entropy_sum(logits, targets):
 # %% [markdown]
 # ## 0.12 A GPT
 #
-# *Deeper, 5 minutes.*
-#
+# *Deeper, 12 minutes.*
+
+# %% [markdown]
 # GPT-2 with as many heads and layers as ranks, and with GPT-2's names. All parameters are views of one array, `flat`,
 # on which collectives and optimizers work. The output head has the same values as the token embedding `wte`, and a
 # gradient of its own. One device adds the two in the end; in a pipeline they stay on two ranks, and 7.7 adds them.
@@ -912,6 +917,17 @@ def shapes():
     return shapes
 
 
+def views(flat):
+    """Return the parameters by name: tensors whose arrays are parts of the flat one."""
+    parameters = {}
+    start = 0
+    for name, shape in shapes().items():
+        size = math.prod(shape)
+        parameters[name] = Tensor(flat[start : start + size].reshape(shape))
+        start += size
+    return parameters
+
+
 # %%
 class GPT:
     """GPT-2. Its values are drawn from one seed, so they are the same on every rank."""
@@ -919,12 +935,7 @@ class GPT:
     def __init__(self):
         sizes = [math.prod(shape) for shape in shapes().values()]
         self.flat = np.random.default_rng(0).normal(0, 0.1, sum(sizes))
-        self.parameters = {}
-        stop = 0
-        for name, shape in shapes().items():
-            start = stop
-            stop = start + math.prod(shape)
-            self.parameters[name] = Tensor(self.flat[start:stop].reshape(shape))
+        self.parameters = views(self.flat)
         self.head = Tensor(self.parameters["wte.weight"].data.T)
 
     def of(self, layer):
@@ -1038,8 +1049,9 @@ say("data parallelism and ZeRO 1: the gradient of one device within rounding, an
 # %% [markdown]
 # ## 0.13 The library gives the same bits
 #
-# *Deeper, 4 minutes.*
-#
+# *Deeper, 6 minutes.*
+
+# %% [markdown]
 # minipar has the functions above under the same names: `all_reduce` in comm/algorithms.py, `linear` and `attention` in
 # autograd, ZeRO stage 1 in parallel/zero.py, *f* and *g* in parallel/tensor/mappings.py, 1F1B in
 # parallel/pipeline/schedules.py. It adds what real use needs: any dtype, buckets and overlap, checkpoints, errors with

@@ -19,22 +19,29 @@
 # operations, and the moment at which a gradient is complete. At the end you can write an engine, and check any gradient
 # with two forwards.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
+import itertools
+from collections import Counter
+
+import numpy as np
+
 from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()
 say = printer(comm.rank)  # rank 0 prints and draws; every rank checks
-say(f"{comm.size} rank(s)")
 if comm.rank == 0:
     from chapters.support.ch01 import figures
     from chapters.support.show import show, show_source
 
+# %%
+say(f"{comm.size} rank(s)")
+if comm.rank == 0:
     show(figures.plot_small_graph(), "01_backward")
 
 # %% [markdown]
@@ -91,13 +98,8 @@ if comm.rank == 0:
 # **Completeness.** While it collects, it counts how often each tensor is an input: its *uses*. Each arriving
 # contribution lowers the count by one. At zero the gradient is complete.
 
+
 # %%
-import itertools
-from collections import Counter
-
-import numpy as np
-
-
 class SmallTensor:
     """An array, the tensors that it was computed from, and a rule from its gradient to that of each of them."""
 
@@ -288,11 +290,13 @@ if comm.rank == 0:
 # almost equal, and their rounding errors are divided by $\varepsilon$. In float64 the error is least near $10^{-5}$ or
 # $10^{-6}$, about $10^{-10}$. A mistake in a formula is far above that for every step. (In float32 no step is better
 # than about $10^{-4}$, so check in float64.)
-#
+
+# %% [markdown]
 # ## 1.3 Backward without recursion
 #
 # *Deeper, 1 minute.*
-#
+
+# %% [markdown]
 # A recursion from each tensor to its inputs is tempting, and has three traps. If it follows a tensor at each
 # contribution, its sums are right, but for $x_{i+1} = x_i + x_i$ it visits $x_0$ $2^n$ times after $n$ sums. If it
 # follows a tensor only at the first one, it is wrong: on the first page's graph $a$ sends on only the first of its two
@@ -312,17 +316,20 @@ if comm.rank == 0:
 # ### Why not forward?
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # The chain rule can also be followed along with forward: *forward mode* carries $J u$ through the operations, at about
 # twice the cost of forward. One pass gives the slope of the loss along *one* direction $u$, so the gradient by $\Psi$
 # parameters takes $\Psi$ passes. Backward carries $J^\top g$. The loss is one value, so one pass gives all $\Psi$
 # derivatives, at the same cost (1.6). Its price is memory: what forward computed must be kept until backward reads it
 # (2.8).
-#
+
+# %% [markdown]
 # ## 1.4 The library's engine
 #
 # *Deeper, 12 minutes.*
-#
+
+# %% [markdown]
 # The library defines an operation as one function, too: its result and, next to it, the rule of each input. `g` is an
 # array. A rule that reads other arrays names them: `Gradient(lambda g, b: g * b, b=b)` keeps $b$ until backward, and
 # nothing else. `operation` makes a method of `Tensor` of it and undoes broadcasting: where forward repeated an input,
@@ -383,7 +390,8 @@ assert completed == [D, x, A]
 # For `with_skip` of section 1.2 the hook of $D$ runs first: $D$ is the matrix that forward used last. The last visit is
 # that of $x A$, the first operation: it brings $x$ its second contribution, and then $A$ its only one, in the order of
 # the inputs.
-#
+
+# %% [markdown]
 # ## 1.5 Three gradients by hand
 #
 # *Core, 12 minutes.*
@@ -563,7 +571,8 @@ say(f"F, I and W have {sum(counts) // 3:,} operations each; the gradients of A a
 # %% [markdown]
 # `F`, `I` and `W` have $16 N h^2$ operations each: two products of $2 \cdot N \cdot h \cdot 4h$. So a whole backward
 # takes twice forward. `W` gives the same bits as before, because it is the same product of the same arrays.
-#
+
+# %% [markdown]
 # ## 1.7 Mistakes, and which check notices
 #
 # *Core, 6 minutes.*
@@ -604,11 +613,13 @@ caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.oth
 # %% [markdown]
 # Not every difference is a mistake. On a GPU, threads may add in the order in which they finish (*atomic* additions),
 # and libraries choose among their kernels by measuring them. Then two right runs differ in the last bits.
-#
+
+# %% [markdown]
 # ## 1.8 PyTorch's names
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | here | PyTorch |
 # | --- | --- |
 # | `Function` with `forward`, `save_for_backward`, `backward` | `torch.autograd.Function`; nodes are `tensor.grad_fn` |
@@ -618,11 +629,13 @@ caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.oth
 # | `queue_callback` (at the end of backward) | `Variable._execution_engine.queue_callback` |
 # | `I` and `W` of a backward | `stage_backward_input`, `stage_backward_weight` in `torch.distributed.pipelining` |
 # | the same in Megatron-LM | `--delay-wgrad-compute`; `WeightGradStore` in the fork of Zero Bubble's authors |
-#
+
+# %% [markdown]
 # ## 1.9 Problems
 #
 # *Deeper, 30 minutes.*
-#
+
+# %% [markdown]
 # 1. For $y = 2$ and $x = 3$ compute $a = x y$, $b = a + y$, $c = b x$. Give the gradients of all tensors, the order in
 #    which backward visits $a$, $b$, $c$, and the uses of each leaf.
 # 2. A token has three logits with $\pi = (0.5, 0.3, 0.2)$ and the second is its target. What is the gradient of the
@@ -636,11 +649,13 @@ caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.oth
 #    $N$ and $h$? (The function of a weight gradient keeps both factors of its product.)
 # 6. `run_backward` adds the gradients that meet at a node in the order in which it visits the users. Does that order
 #    depend on anything but the program? Then why do two GPUs of one kind sometimes disagree?
-#
+
+# %% [markdown]
 # ## 1.10 Answers
 #
-# *Deeper.*
-#
+# *Deeper, 5 minutes.*
+
+# %% [markdown]
 # <details><summary>Answers</summary>
 #
 # 1. $a = 6$, $b = 8$, $c = 24$. Backward visits $c$, $b$, $a$. $b$ receives 3, $a$ receives 3 from $b$. $x$ receives 8
@@ -658,7 +673,7 @@ caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.oth
 #
 # </details>
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 y = SmallTensor(2.0)
 x = SmallTensor(3.0)
 a = x * y

@@ -18,24 +18,34 @@
 # be counted exactly. At the end of this chapter you can draw a block from memory, count its parameters, operations and
 # bytes, and say what the optimizer does with the gradients of [chapter 1](01_autograd.ipynb).
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
+import math
+
+import numpy as np
+
+from chapters.support.ch02.watch import check_slope
 from chapters.support.show import printer
+from minipar import nn
+from minipar.autograd import Tensor, causal_attention
 from minipar.comm import world
+from minipar.train.data import Batches, load_tokens
 
 comm = world()
 say = printer(comm.rank)  # rank 0 prints and draws; every rank checks
-B, T, h, a = 4, 48, 64, 4  # samples, tokens of a sample, elements per token, attention heads
-N = B * T  # tokens
-per_block = 20 * N * h + a * B * T**2 + 2 * N  # elements that a block keeps for backward
 if comm.rank == 0:
     from chapters.support.ch02 import figures
     from chapters.support.show import show, show_source
 
+# %%
+B, T, h, a = 4, 48, 64, 4  # samples, tokens of a sample, elements per token, attention heads
+N = B * T  # tokens
+per_block = 20 * N * h + a * B * T**2 + 2 * N  # elements that a block keeps for backward
+if comm.rank == 0:
     operations = figures.block_operations(B, T, h, a)
     assert sum(operation.kept for operation in operations) == per_block
     show(figures.plot_block(operations, skips=[(0, 4), (5, 9)]), "02_block")
@@ -77,15 +87,8 @@ if comm.rank == 0:
 # $\mathrm{softmax}_j(q_i \cdot k_j / \sqrt{h/a})$. The *MLP* widens each row to $4h$ elements, applies GELU and comes
 # back to $h$.
 
+
 # %%
-import math
-
-import numpy as np
-
-from minipar import nn
-from minipar.train.data import Batches, load_tokens
-
-
 def layer_norm(x, gain, bias):
     centered = x - x.mean(axis=-1, keepdims=True)
     return centered / np.sqrt((centered**2).mean(axis=-1, keepdims=True) + 1e-5) * gain + bias
@@ -141,12 +144,14 @@ def gpt(inputs, weights, layers, heads):
     return x @ weights["wte.weight"].T
 
 
+# %%
 L, V = 2, 256  # layers, that is blocks; tokens in the vocabulary
 config = nn.GPTConfig(vocab_size=V, n_positions=96, n_embd=h, n_layer=L, n_head=a)
 tokens = load_tokens(None, vocab_size=V, seq_len=config.n_positions)  # source text of Python's standard library
 inputs, targets = Batches(tokens, length=T, global_batch=B, order="random", seed=0).batch(step=0, samples=range(B))
 model = nn.GPT(config, seed=0, dtype="float64")
 weights = model.state_dict()
+random = np.random.Generator(np.random.Philox(2))  # for values of the checks below
 logits = gpt(inputs, weights, L, a)
 
 
@@ -170,7 +175,8 @@ if comm.rank == 0:
 # ## 2.2 Attention's backward
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # Let $Z = q k^\top / \sqrt{h/a}$ be a head's scores, $\Pi = \mathrm{softmax}(Z)$ row by row, $o = \Pi v$, and $g$ the
 # gradient of $o$. The product gives $dv = \Pi^\top g$ and $d\Pi = g v^\top$. Softmax (chapter 1) gives
 # $dZ = \Pi \odot (d\Pi - D)$ with $D_i = \sum_j \Pi_{ij}\, d\Pi_{ij}$, the same for a whole row. That sum need not be
@@ -178,18 +184,14 @@ if comm.rank == 0:
 # $dq = dZ\, k / \sqrt{h/a}$ and $dk = dZ^\top q / \sqrt{h/a}$. A masked score has the probability 0 and so the gradient
 # 0.
 
+
 # %%
-from chapters.support.ch02.watch import check_slope
-from minipar.autograd import Tensor, causal_attention
-
-
 def attention_backward(q, k, v, output, p, g):
     """The gradients of q, k and v of one head, for the gradient g of the output; p are the probabilities."""
     dz = p * (g @ v.T - (g * output).sum(axis=1, keepdims=True)) / math.sqrt(q.shape[1])
     return dz @ k, dz.T @ q, p.T @ g
 
 
-random = np.random.Generator(np.random.Philox(2))
 qkv = Tensor(random.standard_normal((1, T, 3 * h)), requires_grad=True)
 g = random.standard_normal((1, T, h))
 library_output = causal_attention(qkv, heads=1)
@@ -218,7 +220,8 @@ if comm.rank == 0:
 # has the sum 1 (the darkest blue is 0.5 or more), so each row on the right has the sum 0. The first token sees only
 # itself and has no gradient at all. Both arrays have $T^2$ elements. At $T = 8192$ each is 256 MiB in float32, for one
 # head of one sample, and chapter 11 ([long sequences](11_long_sequences.ipynb)) is about not storing them.
-#
+
+# %% [markdown]
 # ## 2.3 Where the parameters are
 #
 # *Core, 3 minutes.*
@@ -230,7 +233,8 @@ if comm.rank == 0:
 # $$\Psi = L\, (12 h^2 + 13 h) + (V + T_{\max})\, h + 2h .$$
 #
 # (Narayanan et al. 2021, arXiv 2104.04473, equation 2, leaves out the last $2h$.)
-#
+
+# %% [markdown]
 # ## 2.4 Where the arithmetic is
 #
 # *Core, 6 minutes.*
@@ -296,11 +300,13 @@ if comm.rank == 0:
 # The MLP has twice the parameters and the operations of attention's projections. In GPT-2 small the embeddings hold
 # 32 % of the 124,439,808 parameters, and the head does 27 % of the operations. Attention's two products have no
 # parameters at all, and their share grows with $T$.
-#
+
+# %% [markdown]
 # ## 2.5 One table, two gradients
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # The head uses the token embedding `wte` again (it is *tied*), so `wte` gets two gradients. As input, only the rows of
 # tokens in the batch get anything. As head, every row gets some: each of the $V$ logits has a gradient.
 #
@@ -434,7 +440,8 @@ if comm.rank == 0:
 # and indented lines: what source text looks like from far away. Words need a longer training or a shorter text:
 # `make demo` trains 200 steps on 857 bytes, and its model then writes whole sentences of them. The loss says the same:
 # below the unigram entropy, the model has begun to use the bytes before.
-#
+
+# %% [markdown]
 # ## 2.7 The same bits on every rank
 #
 # *Core, 5 minutes.*
@@ -477,7 +484,8 @@ say(f"initial weights, 50 losses, trained weights: the same bits on {len(digests
 # %% [markdown]
 # The bits agree because all ranks run the same arithmetic in the same order. Between machines with different processors
 # they may not: the library of matrix products (BLAS) chooses its code by processor, and so the order of its sums.
-#
+
+# %% [markdown]
 # ## 2.8 Activation memory, and recompute
 #
 # *Core, 14 minutes.*
@@ -595,7 +603,8 @@ if comm.rank == 0:
 # again and freed. Here the peak falls to 0.24 of the other's, from 14.0 to 3.3 MiB, for 1.32 times the operations: if
 # forward takes $F$, a step takes $4F - 2NhV$ instead of $3F$, since the head runs only once. The gradients are the same
 # bits because the second forward does the same arithmetic on the same values.
-#
+
+# %% [markdown]
 # ## 2.9 Mistakes, and which check notices
 #
 # *Core, 6 minutes.*
@@ -620,7 +629,8 @@ caught("skip path dropped", lambda: check_slope(ForgottenResidual(config, dtype=
 
 # %% [markdown]
 # The loss falls almost as well: the branches alone carry enough gradient for 20 steps. No one would see this in a loss
-# curve. The check of the slope notices at once.
+# curve. `check_slope` notices at once: along one random direction it compares the gradient with the slope of the loss,
+# as in 1.2.
 #
 # **2. Same shape, same values.** Key the generator by the shape instead of the name, or reset a seed in a layer's
 # constructor, and matrices of one shape start equal. No gradient is wrong, so `check_slope` passes, and the loss looks
@@ -641,7 +651,8 @@ caught("values keyed by shape", lambda: check_matrices_differ(twins))
 # ## 2.10 PyTorch's names
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | here | PyTorch and others |
 # | --- | --- |
 # | `GPT`, `load_pretrained` | `transformers.GPT2LMHeadModel`, with the same names of parameters |
@@ -650,11 +661,13 @@ caught("values keyed by shape", lambda: check_matrices_differ(twins))
 # | `AdamW`, `exp_avg`, `exp_avg_sq` | `torch.optim.AdamW`, with the same names in its state |
 # | `flop_counter` | `torch.utils.flop_counter.FlopCounterMode` |
 # | `Parameter.tie` | none: `lm_head.weight = wte.weight` is one leaf; Megatron-LM all-reduces the two in a pipeline |
-#
+
+# %% [markdown]
 # ## 2.11 Problems
 #
 # *Deeper, 40 minutes.*
-#
+
+# %% [markdown]
 # 1. GPT-3 has 96 layers, $h = 12288$, 50257 tokens and 2048 positions. How many parameters are that, and how many bytes
 #    are parameters, gradients and AdamW's means together, in float32 and without the tie's second gradient?
 # 2. GPT-2 small ($L = 12$, $h = 768$, $a = 12$) trains on 8 samples of 1024 tokens in float32. How many bytes do the
@@ -673,11 +686,13 @@ caught("values keyed by shape", lambda: check_matrices_differ(twins))
 #    show it, in float64, where $e^x$ is 0 for $x$ below about $-745$?
 # 8. The first loss of a model with $V = 256$ is 22. In another run it starts at 4.9 and falls to 0.2 in 50 steps. What
 #    do you suspect in each?
-#
+
+# %% [markdown]
 # ## 2.12 Answers
 #
-# *Deeper.*
-#
+# *Deeper, 8 minutes.*
+
+# %% [markdown]
 # <details><summary>Answers</summary>
 #
 # 1. 174.6 billion (to four digits); 4 + 4 + 8 = 16 bytes each, 2.54 TiB. The usual approximation $12 L h^2$ has the
@@ -701,7 +716,7 @@ caught("values keyed by shape", lambda: check_matrices_differ(twins))
 #
 # </details>
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 GiB = 2**30
 gpt3 = nn.GPTConfig(vocab_size=50257, n_positions=2048, n_embd=12288, n_layer=96, n_head=96)
 parameters = parameter_count(gpt3)

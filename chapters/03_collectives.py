@@ -232,7 +232,7 @@ if rank == 0:
 # `make exercises PYTEST="-k e01"`, then `-k e02`. In the cell `after_step` lets us watch.
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 def ring_reduce_scatter_in_place(comm, x, after_step=lambda: None):
     """Leave chunk r of the sum in chunk r of x. The other chunks end with partial sums."""
     p, r = comm.size, comm.rank
@@ -349,7 +349,7 @@ if rank == 0:
 # PYTEST="-k e03"`). Write it before you open the next cell.
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 def doubling(comm, x, after_step=lambda: None):
     """Set x = the sum over p = 2^k ranks."""
     distance = 1
@@ -926,7 +926,7 @@ if rank == 0:
 #
 # *Deeper, 10 minutes.*
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 each = 2 * 14e9 * 63 / 64  # 1. bytes sent by each GPU
 latency = 2 * 63 * 15e-6
 transfer = each / 50e9

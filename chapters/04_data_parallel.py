@@ -888,7 +888,7 @@ for name, wrapper in (
 if rank == 0:
     show(figures.plot_losses(curves), "04_losses")
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 if d > 1:  # with one rank there is nothing to forget
     answers = [{"ranks", "bytes", "one device"}, {"one device"}, {"one device"}]
     assert all(answer <= instruments for answer, instruments in zip(answers, caught.values(), strict=True))
@@ -976,7 +976,7 @@ if rank == 0:
 #
 # *Deeper, 5 minutes.*
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 gigabytes = [2 * 1.5e9 * 4 * (ranks - 1) / ranks / 1e9 for ranks in (8, 1024)]
 assert [round(value, 2) for value in gigabytes] == [10.5, 11.99] and round(gigabytes[1] / gigabytes[0], 2) == 1.14
 say(f"1. {gigabytes[0]:.1f} GB and {gigabytes[1]:.2f} GB: 128 times as many ranks send 14 % more each")

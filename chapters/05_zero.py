@@ -159,7 +159,7 @@ if rank == 0:
 # **[Exercise 6](exercises/e06_zero1_step.py)** asks you for this step. Write it before you open the next cell:
 # `make exercises PYTEST="-k e06"`. The cell has both stages on plain arrays.
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 from chapters.support.instruments import same_bits
 from minipar.comm import chunk_bounds
 from minipar.nn import AdamW, Parameter
@@ -403,7 +403,7 @@ if rank == 0:
 # asks for such a step: `make exercises PYTEST="-k e07"`. Write it before you open the next cell.
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 def stage_3():
     chunks = [Parameter(held("parameters", initial(i)[begin:end].copy())) for i in range(LAYERS)]
 
@@ -878,7 +878,7 @@ for name, (run_broken, right) in broken.items():
     caught[name] = watch.examine(watch.watch(run_broken), plain, right)
     reveal(name, caught[name] or "nothing", say)
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 if d > 1:  # the first three need a second rank to be mistakes
     answers = [{"bits", "bytes"}, {"ranks", "bits", "bytes"}, {"bits"}, {"ledger"}]
     assert [instruments - {"loss"} for instruments in caught.values()] == answers
@@ -1096,7 +1096,7 @@ if rank == 0:
 #
 # </details>
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 fits = [float(bytes_per_rank(13 * 10**9, 8, stage)) / 1e9 + 20 for stage in range(4)]
 assert fits == [228, 91.5, 68.75, 46]
 

@@ -153,7 +153,7 @@ say(f"rows, then columns: off by {relative_difference(early, Z):.0%} with gelu b
 # Write them before you open the next cell.
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 def all_reduce(x):
     """Return the sum of all ranks' x, over chapter 3's ring."""
     return comm.all_reduce(x.copy(), algorithm="ring")
@@ -587,7 +587,7 @@ if rank == 0:
 #
 # *Deeper, 4 minutes.*
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 bytes_of_1 = 4 * 2 * 4 * 2048 * 4096 * 7 // 8 * 2
 assert bytes_of_1 == 469_762_048 and round(bytes_of_1 / 450e9 * 1e3, 2) == 1.04
 assert math.ceil(16 * 7 * S / 50e9 / 72) == 12_445  # the hidden size at which the ratio is 1 is between two integers

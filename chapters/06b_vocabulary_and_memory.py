@@ -228,7 +228,7 @@ say(f"log sum exp: without the maximum {without}, with it {one_maximum:.3f}, wit
 # before you open the next cell.
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 def split_loss(logits, targets, first):
     """Return the cross entropy (sum over N, gradient) of this rank's logits (N, V/t), whose first token is `first`."""
     row = np.arange(len(logits))
@@ -571,7 +571,7 @@ for name in list(MISTAKES)[1:]:
 if rank == 0:
     show(figures.draw_caught(caught, CHECKS), "06b_caught")
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 from chapters.support.ch06.mistakes import CATCHING
 
 for name, noticed in caught.items():
@@ -630,7 +630,7 @@ for name, noticed in caught.items():
 #
 # *Deeper, 5 minutes.*
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 llama3 = 8192 * 128_256 * 4 * 7 // 8
 assert llama3 == 3_677_356_032 and llama3 == 21_376 * for_the_loss and 128_256 // 6 == 21_376
 paper_bytes = [int(per * 2048 * 12288) for per in (114, 23, 14.25)]

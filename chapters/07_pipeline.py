@@ -256,7 +256,7 @@ predict("activations on rank 0 with 1F1B", ...)  # replace the dots by your answ
 # PYTEST="-k e27"`.
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 def one_f_one_b_lists(p, m):
     lists = []
     for r in range(p):
@@ -691,7 +691,7 @@ if rank == 0:
 #
 # </details>
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 assert [simulate(make("1f1b", 8, m)).bubble_fraction for m in (63, 64)] == [Fraction(1, 10), Fraction(7, 71)]
 assert [peak(32, 3, recompute) for recompute in (False, True)] == [2161, 124.125]
 assert [peak(4, 3, recompute) for recompute in (False, True)] == [274.5, 40.125]

@@ -18,28 +18,31 @@
 # new kind of message is needed, and no change of the model: only another order of each rank's actions. You can then
 # say what each order pays: messages, memory, or weights that are too old.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
 import numpy as np
 
+from chapters.support.predict import predict, reveal
 from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()
 rank, ranks = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
-x, weight, dy = np.random.default_rng(3).normal(size=(3, 16, 16))  # a linear layer, y = x @ weight, and its gradient
-dx = dy @ weight.T  # `I`: the rank before waits for this
-d_weight = x.T @ dy  # `W`: nobody waits for this before the optimizer's step
 if rank == 0:
     from chapters.support.ch08 import figures
     from chapters.support.show import show, show_source
     from visualize import gallery, plot_schedules
 
+# %%
+x, weight, dy = np.random.default_rng(3).normal(size=(3, 16, 16))  # a linear layer, y = x @ weight, and its gradient
+dx = dy @ weight.T  # `I`: the rank before waits for this
+d_weight = x.T @ dy  # `W`: nobody waits for this before the optimizer's step
+if rank == 0:
     lines = gallery(4, 8)
     show(plot_schedules({name: lines[name] for name in ("1F1B", "ZB-V")}), "08_two_schedules")
 
@@ -130,19 +133,19 @@ if rank == 0:
 # %% [markdown]
 # The paler boxes are a rank's second stage. Rank 1 does $4 + 4$ forwards, then the pair's, then the first backward. No
 # rank has waited since its first action.
-#
+
+# %% [markdown]
 # ### Why must p divide m?
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # Let $p = 4$ and $m = 6$, so that the last group has two microbatches. The lists are still possible, and the gradients
 # would be right. But rank 0 has passed both through its first stage after two forwards, and the first of them comes
 # back from rank 3 only after four. How much does that cost? With $m = 4$ or 8, an `F` of 1 and a `B` of 2 each rank
 # idles for 9 units:
 
 # %%
-from chapters.support.predict import predict, reveal
-
 predict("idle units with m = 6", ...)  # replace the dots by your answer
 
 # %%
@@ -157,7 +160,8 @@ assert idle_units[6] == 19
 # way to the rank's second stage, 3 for microbatch 5, 1 each for the gradients of 2 and 3, and 4 for that of 4. The 19
 # are even more than 1F1B's 18, with stages twice as long, so the schedule loses what it was made for. The library's
 # version has the same order and refuses an $m$ that $p$ does not divide.
-#
+
+# %% [markdown]
 # ### Two prices
 #
 # *Core, 3 minutes.*
@@ -188,7 +192,7 @@ if rank == 0:
 #
 # *Core, 5 minutes.*
 #
-# The first cell's linear layer is $y = xA$, and $dy$ is its result's gradient. Backward computes two products:
+# The linear layer above the first picture is $y = xA$, and $dy$ is the gradient of $y$. Backward computes two products:
 #
 # $$\underbrace{dx = dy\, A^{\mathsf T}}_{\texttt{I}} \qquad \underbrace{dA = x^{\mathsf T} dy}_{\texttt{W}}$$
 #
@@ -230,7 +234,8 @@ if rank == 0:
 #
 # Where would you put the `W`? Exercise 11 asks for a schedule that beats 1F1B and needs no more memory:
 # `make exercises PYTEST="-k e11"`. Write it before you read on.
-#
+
+# %% [markdown]
 # ## 8.3 ZB-H1 and ZB-H2
 #
 # *Core, 8 minutes.*
@@ -257,7 +262,7 @@ if rank == 0:
 predict("idle units of 1F1B, ZB-H1 and ZB-H2", ...)  # replace the dots by a list such as [36, 36, 36]
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 def split_lists(ahead, delay, m):
     """Rank r runs ahead[r] forwards ahead, and does W delay[r] microbatches after I."""
     lists = []
@@ -310,11 +315,13 @@ if rank == 0:
 # The last rank never waits, and ends at the same time in all three. In the second state only the way up has got
 # shorter, because each rank waits for the `I` of the next one alone. In the third the last rank keeps three `W` more
 # for the end. So its last `I` is done $3T_W$ earlier, and rank 0, which ends last, ends earlier by as much.
-#
+
+# %% [markdown]
 # ### The longest path of ZB-H1 and ZB-H2
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # With depth $k$ (1: ZB-H1, 2: ZB-H2) and $m \ge k(p-1) + 1$ one of three chains is the longest. The cell above has
 # asserted this for $p$ to 6, $m$ to 18, and eight sets of times:
 #
@@ -354,7 +361,8 @@ if rank == 0:
 # ### What "zero bubble" means
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # With $T_F = T_I = T_W = 1$, $p = 4$ and $m = 8$ ZB-H1 and ZB-H2 both idle for 3 of 27 units: 1/9. Where then is the
 # zero? In ZB-H2 a rank that has begun never pauses until it is done: rank $r$ works without a gap from time $r$ to time
 # $r + 24$. Its three idle units lie *before its first action* and *after its last*. If the next step may begin as soon
@@ -392,7 +400,7 @@ for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items(
 # %% [markdown]
 # ## 8.4 ZB-V and DualPipeV
 #
-# *Deeper, 5 minutes.*
+# *Core, 5 minutes.*
 #
 # ZB-H2 pays with twice the activations. The V-shaped schedule (Qi et al. 2024, arXiv 2405.15362) needs no more than
 # 1F1B: two stages per rank, the second half of the pipeline running *back up*. Rank $r$ has stages $r$ and $2p-1-r$.
@@ -440,18 +448,21 @@ if rank == 0:
 # ### The lists of ZB-V
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # Rank $r$ does $2(p-r)-1$ forwards of its first stage. Meanwhile microbatch 0 goes down the V and comes back to it.
 # Then $r$ forwards of each stage in turn, until that microbatch's gradient comes from rank 0; then $p-r$ times `F`, `I`
 # and `W` of its second stage, until the gradient has been at the bottom and is back. The steady state alternates: `F`,
 # `I`, `W` of the first stage, `F`, `I`, `W` of the second, and later the same without the first stage's `F`. When no
 # forward is left, other ranks wait for `I` alone, so $r$ `I` of each stage are done without their `W`, which come after
 # them.
-#
+
+# %% [markdown]
 # ### Where DualPipeV's idle time comes from
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # Look at the last rank, which has the two stages at the bottom of the V. It idles in three places. In each it loses the
 # same time $p-1$ times, once for each rank above it:
 #
@@ -507,11 +518,13 @@ for p, f, i, w, exchange in ((4, 4, 4, 3, 0), (2, 5, 5, 2, 1), (3, 6, 6, 6, 2), 
 # **Activations.** Before its first backward rank $r$ does $2(p-1-r)$ forwards of its first stage and $r+1$ of each of
 # its two. These are $2p$ activations on every rank. From then on each forward has a backward beside it. But in a pair
 # the forward begins before the backward has ended, so for a moment one more is alive: $2p + 1$, the paper's PP + 1.
-#
+
+# %% [markdown]
 # ### DualPipe: two pipelines from both ends
 #
 # *Deeper, 6 minutes.*
-#
+
+# %% [markdown]
 # The paper's formula is that of DualPipe, which has PP ranks for PP stages, and no V. A model has its stages on the
 # ranks 0, 1, ..., and a copy of it has them on the last rank, the one before, ... So rank $r$ holds the model's stage
 # $r$ and the copy's stage $PP-1-r$, twice the parameters of a pipeline of PP ranks. Half of the microbatches enter at
@@ -550,7 +563,8 @@ say("DualPipe on 2p ranks: the times of DualPipeV on p, idle (PP/2 - 1)(F&B + B 
 # two are a way of writing. *ZB-H1 has $(PP-1)(T_F + T_B - 2T_W)$ there, and $(p-1)(T_F + T_B - T_W)$ in its own paper.
 # Is that a misprint?* No: DeepSeek's $T_B$ is the whole backward, and Zero Bubble's is the `I` alone. Both are
 # $(p-1)(T_F + T_I - T_W)$.
-#
+
+# %% [markdown]
 # ## 8.5 Memory against bubble
 #
 # *Core, 4 minutes.*
@@ -575,7 +589,8 @@ if rank == 0:
 # (112 and 96 against 48), ZB-H2 with memory: 7 activations against 4. And zero-bubble schedules keep $x$ and $dy$ until
 # `W`: so counted, each rank of ZB-H1 and of ZB-V holds 4 microbatches. Choose by what is short: memory, network, or
 # time.
-#
+
+# %% [markdown]
 # ## 8.6 The lists on the ranks
 #
 # *Core, 4 minutes.*
@@ -617,11 +632,13 @@ for name in ("interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"):
 # Parameters, losses and gradient norms are those of one device, bit for bit, though `W` of a microbatch is done long
 # after its `I`: what counts is that each stage adds its gradients in the order 0, 1, 2, ... of the microbatches. The
 # most activations alive are those that the list says. ($m = 2p$ here, because DualPipeV needs that many.)
-#
+
+# %% [markdown]
 # ### Channels that deliver in order
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # Over MPI a message is found by its tag, so it does not matter in which order a rank asks for messages. Over NCCL it
 # does: sends and receives on one *channel* (a stream of one communicator) are done one at a time, in the order of the
 # list, and at both ends. PyTorch's pipelines batch all messages of a rank on one channel. Two ranks may have a channel
@@ -689,11 +706,13 @@ if rank == 0:
 # Without tags there is a third danger. Two RECVs of equal size in the wrong order do not hang: each takes the other's
 # message, and only the comparison with one device sees that. `simulate_in_order` of
 # `chapters/support/ch08/in_order.py` takes a list of your own, and `plot_schedule` draws it.
-#
+
+# %% [markdown]
 # ## 8.7 How long `F`, `I` and `W` take
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # For one block with $N = BT$ tokens forward has $24 N h^2$ operations in the four linear layers, and $4 N T h$ in
 # attention's two products (scores, and probabilities times values). Backward does two products for each. Those of the
 # *linear* layers are one for `I` and one for `W`. Attention's products have no weights, so both are `I`:
@@ -743,11 +762,13 @@ if rank == 0:
 # The model clock does not count LayerNorm, GELU, softmax, residuals, the loss and the optimizer. They are few
 # operations but move much memory, so on a GPU they take time. `mpirun -n 8 python -m minipar.bench pipeline` measures
 # bubbles on each rank's processor clock.
-#
+
+# %% [markdown]
 # ## 8.8 Never draining: PipeDream and 2BW
 #
 # *Deeper, 6 minutes.*
-#
+
+# %% [markdown]
 # All schedules so far are *synchronous*: the pipeline drains, then the optimizer steps. **PipeDream** (Narayanan et al.
 # 2019) does not drain. Microbatches enter in 1F1B's order, and a stage updates its weights after every backward. Only
 # the first and the last microbatches of the whole training see a bubble.
@@ -788,11 +809,13 @@ for group, name in ((1, "PipeDream"), (max(2, stages), "2BW")):
 # %% [markdown]
 # Does staleness harm? It acts like a delay in a control loop. Small learning rates bear it, large ones oscillate; and
 # $p-1$ updates of delay grow with the machine. Large models are trained synchronously today.
-#
+
+# %% [markdown]
 # ## 8.9 Mistakes, and what notices them
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # The instruments are those of 7.8: **check** sees lists, before anything runs, and **verify** compares with one device.
 # What can go wrong with a `W`?
 #
@@ -834,11 +857,13 @@ reveal("bits differ", others, say)
 # Check refuses 1 and 2. Both others compute the right gradients. **3** pays with memory: all $m$ microbatches wait for
 # their `W`, as many as in GPipe, and only the column "until W" of 8.5 shows it. **4** adds the same values in another
 # order, so it differs from one device by rounding. No list and no loss curve shows that: only a comparison of bits.
-#
+
+# %% [markdown]
 # ## 8.10 PyTorch's names
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | minipar | PyTorch, `torch.distributed.pipelining` | Megatron-LM |
 # | --- | --- | --- |
 # | `interleaved-1f1b` | `ScheduleInterleaved1F1B` | `forward_backward_pipelining_with_interleaving` |
@@ -847,11 +872,13 @@ reveal("bits differ", others, say)
 # | `I`, `W` | `stage_backward_input`, `stage_backward_weight` | |
 #
 # The same in PyTorch: `chapters/pytorch/ch08.py`.
-#
+
+# %% [markdown]
 # ## 8.11 Problems
 #
 # *Deeper, 30 minutes.*
-#
+
+# %% [markdown]
 # 1. **$p = 8$, $v = 2$.** How many microbatches does the interleaved schedule need for a bubble *below* 0.1? (1F1B
 # needs 64.)
 # 2. **$p = 8$, $m = 16$, times 4, 5, 3.** What are the idle times and bubbles of 1F1B and ZB-H1? By which factor does
@@ -865,11 +892,13 @@ reveal("bits differ", others, say)
 # counted until `I`; ZB-H2 idles for 12 and holds 7. Between them lies `ahead` 4, 3, 2, 0, with which rank 0 holds 5.
 # Let `delay` be 0, 1, 2 on the first three ranks. Try 3, 4, 5, 6 on the last, with `split_lists` and `idle`. Which is
 # the first that idles for less than 14? How many microbatches does the last rank then hold, counted until `W`?
-#
+
+# %% [markdown]
 # ## 8.12 Answers
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # <details><summary>Answers</summary>
 #
 # 1. $(p-1)/(vm+p-1) < 1/10$ means $vm > 9(p-1) = 63$, so $m > 31.5$, and $p$ divides $m = 32$.
@@ -885,7 +914,7 @@ reveal("bits differ", others, say)
 #
 # </details>
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 assert simulate(make("1f1b", 8, 64)).bubble_fraction == Fraction(7, 71)
 assert idle(interleaved_lists(8, 32), EQUAL) == 7 * 3  # beside 64 stages of 3 each: 7/71
 assert [idle(library_lists(name, 8, 16), REAL) for name in ("1f1b", "zb-h1")] == [84, 42]

@@ -772,7 +772,7 @@ if rank == 0:
 # a matrix that tp cuts by columns, whose optimizer state ZeRO cuts into chunks of the flattened part:
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 def write(matrix, d, t):
     """{rank: what it writes}: elements start:stop of the row-major part number `part` of `parts`, cut along dim 1."""
     files = {}
@@ -1176,7 +1176,7 @@ if rank == 0:
 #
 # </details>
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 from math import ceil
 
 sizes = {"dp": 4, "tp": 2, "pp": 3}

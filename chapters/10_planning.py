@@ -188,7 +188,7 @@ assert abs(shares[65_536][3] - 38.13) < 0.01  # HFU
 # **[Exercise 13](exercises/e13_planner_memory.py)** asks you for this formula. Write it before you open the next cell:
 # `make exercises PYTEST="-k e13"`. The cell has it in some twenty lines, and compares them with the planner.
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 from fractions import Fraction
 from itertools import product
 
@@ -301,7 +301,7 @@ if rank == 0:
     panels = {"7.5B on 8 GPUs, sequences of 2048": small, "70B on 64 GPUs, sequences of 4096": middle}
     show(figures.plot_memory(panels, ROOM, 200e9), "10_memory")
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 assert round(middle["dp 64, ZeRO-3"].activations / 1e9) == 544 and middle["the same, full"].total < ROOM
 assert small["dp 8"].total > ROOM > small["ZeRO-1"].total > 0.92 * ROOM > small["ZeRO-2"].total
 assert round(small["ZeRO-1"].total / 1e9) == 76 and 2 * small["tp 8,\nmicrobatch of 4"].total < ROOM
@@ -422,7 +422,7 @@ for link, S_beta in zip(("NVLink", "network"), balance["a100"], strict=True):
     say(f"GPT-3 on {link:<8} tp 8, forward: {tp:.1%};  pp: {pp:.2%};  dp hides from {S_beta:,.0f} tokens on")
 reveal("tp 8 over the network, % of forward's computation", round(100 * tp), say)
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 assert round(tp, 3) == 2.222 and pp < 0.005
 
 # %% [markdown]
@@ -552,7 +552,7 @@ if rank == 0:
     panels["a batch of 512 sequences, 1F1B"] = ("replicas dp  (m = 512 / dp)", shrinking)
     show(figures.plot_bubbles(panels), "10_bubble")
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 assert [round(curves[name][8], 3) for name in ("1f1b", "interleaved-1f1b v=2", "zb-h1")] == [0.467, 0.304, 0.226]
 assert bubble(8, 21) == Fraction(1, 4) and 512 // 24 == 21 and 512 // 23 == 22
 
@@ -742,7 +742,7 @@ if rank == 0:
 # products at 75 % of the peak, and elementwise kernels.) In the second, the dashed lines are clusters whose GPUs are
 # each as fast as in the smallest.
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 assert min(SHORT, key=lambda name: mfu[name, "a100", 4096] / mfu[name, "a100", 256]) == SMALL
 assert all(mfu[name, "h100", gpus] < mfu[name, kind, gpus] for name, kind, gpus in mfu if kind == "a100")
 for (name, _, gpus), choice in plans.items():
@@ -914,7 +914,7 @@ reveal("the assumption that matters most", max(largest[questions[0]], key=larges
 if rank == 0:
     show(figures.plot_tornado(effects), "10_sensitivity")
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 assert all(sorted(each, key=each.get)[:-3:-1] == ["products", "copies"] for each in largest.values())
 
 # %% [markdown]
@@ -1017,7 +1017,7 @@ for number, (name, plant) in enumerate(MISTAKES.items(), start=1):
 if rank == 0:
     show(figures.plot_mistakes(choices, ROOM, 200e9), "10_mistakes")
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 assert list(caught.values()) == [["lists"], ["layer"], ["run"], ["print"], []]
 too_full = [sum(choice["really"].values()) > ROOM for choice in choices.values()]
 assert too_full == [True, True, False, False, False]
@@ -1097,7 +1097,7 @@ assert too_full == [True, True, False, False, False]
 #
 # </details>
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 model = replace(GPT3, layers=40, hidden=5120, heads=40)
 totals = [sum(bytes_held(model, 2048, d, 1, 1, 1, 8, 1, "1f1b", 1, False, "selective")) for d in (19, 20)]
 psi = model.parameters

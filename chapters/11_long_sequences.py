@@ -432,7 +432,7 @@ def ring_forward(comm, q, kv, order):
 # `make exercises PYTEST="-k e15"`.
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 def ring_backward(comm, q, kv, out, lse, dout, order, short=False):
     """Return this rank's gradients of q and of kv. (`short` is a mistake, for 11.9.)"""
     r, c = comm.rank, comm.size
@@ -1038,7 +1038,7 @@ if rank == 0:
 #
 # </details>
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 merged, both = merge(np.array([1.0]), np.array([2.0]), np.array([5.0]), 2 + np.log([3.0]))
 assert abs(merged[0] - 4) < 1e-12 and abs(both[0] - 2 - np.log(4)) < 1e-12
 elements = {name: share * 16_384 * 4096 for name, share in per_token(8, 4).items()}

@@ -339,7 +339,7 @@ say(f"rows of each expert: {np.bincount(chosen.reshape(-1), minlength=E).tolist(
 # `make exercises PYTEST="-k e17"`.
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 class ExpertsOverRanks(Experts):
     """This rank's E/P experts, which also run the rows of the other ranks of `comm`."""
 
@@ -1013,7 +1013,7 @@ if rank == 0:
 #
 # </details>
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 large = [
     56 * (6144 * 2 * (6144 + 1024) + experts * 3 * 6144 * 16_384 + 6144 * 8 + 2 * 6144) + (2 * 32_768 + 1) * 6144
     for experts in (8, 2)

@@ -410,7 +410,7 @@ targets[-1] = P if rank == P - 1 else 0  # the mean over the ranks is 1, everywh
 begin, end = chunk_bounds(size, P)[rank]  # this rank's chunk
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 def next_scale(scale, good, finite, patience=2000):
     """Return the scale of the next step, and the good steps since it changed."""
     if not finite:
@@ -901,7 +901,7 @@ if rank == 0:
 #
 # </details>
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 for dtype, largest in ((bf16, 0.125), (np.dtype("float16"), 1.0)):
     weights = np.geomspace(1e-3, 4, 5000).astype(dtype)
     learns = (weights.astype(float) + 3e-4).astype(dtype) != weights

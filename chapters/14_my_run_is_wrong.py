@@ -627,7 +627,7 @@ elif rank == 0:
 #
 # </details>
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 assert round(8**0.5, 2) == 2.83
 assert 10 < in_epsilons("3e-3", "float32")[1] / in_epsilons("3e-3", "float32")[0] < 100
 hidden = np.array(narrow["E"]["run"][0]) / np.array(narrow["E"]["right"][0])

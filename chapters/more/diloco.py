@@ -152,7 +152,7 @@ predict("bytes with H = 10, relative to H = 1", ...)
 # one device those of all ranks, one after another.
 
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 def local_steps(theta, optimizer, r, steps):
     """Rank r's steps from theta: how far it moves, and its losses. Its optimizer updates the movement alone."""
     (moved,) = optimizer.parameters

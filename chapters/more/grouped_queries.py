@@ -98,7 +98,7 @@ say(f"{2 * t} query heads in {t} groups over {t} ranks = one device, with the gr
 predict("bytes per step for the copies' gradients, 32 layers", ...)  # replace the dots by a number
 predict("bytes of one layer's four sums", ...)
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 copied = 2 * 128 * 4096  # elements of a rank's k_proj and v_proj
 for_copies = 32 * copied * 4  # an all-reduce over 2 ranks sends as many elements as it sums
 for_sums = 8 * 8192 * 4096 * 15 // 16 * 2

@@ -144,7 +144,7 @@ predict("bytes of the busiest rank, relative to stage 1", ...)
 # **[Exercise 30](../exercises/e30_muon_owners.py)** asks for such a step: `make exercises PYTEST="-k e30"`. Write it
 # before you open the next cell.
 
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %% tags=["hide-input"]
 owner = ((np.cumsum(SIZES) - np.array(SIZES) / 2) * d / Psi).astype(int)  # who has its middle in the equal chunk
 owned = [sum(elements for elements, who in zip(SIZES, owner, strict=True) if who == r) for r in range(d)]
 mine = slice(sum(owned[:rank]), sum(owned[: rank + 1]))

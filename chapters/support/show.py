@@ -141,14 +141,14 @@ def headings(script: str) -> Iterator[tuple[int, str]]:
 
 
 def _paragraphs(lines: list[str]) -> Iterator[str]:
-    """Yield the paragraphs of a markdown cell, each on one line, up to the next heading or the end of the cell."""
+    """Yield the paragraphs of markdown cells, each on one line, up to the next heading or the next cell of code."""
     words: list[str] = []
     for line in lines:
-        if not line.startswith("#") or line.startswith(("# %%", "# #")):
-            break
-        if line == "#":
+        if line in ("", "#", "# %% [markdown]"):
             yield _plain(" ".join(words))
             words = []
+        elif line.startswith(("# %%", "# #")) or not line.startswith("#"):
+            break
         else:
             words.append(line.removeprefix("# "))
     yield _plain(" ".join(words))

@@ -43,9 +43,10 @@ const PATIENCE = 180000; // milliseconds; on a busy machine a page can take a mi
 
 // ---- one page -------------------------------------------------------------------------------------------------------
 
-// Wait for the pictures, also for those below the fold, and for the formulas.
+// Open what is folded, and wait for the pictures, also for those below the fold, and for the formulas.
 async function settled(page) {
   await page.evaluate(async () => {
+    for (const folded of document.querySelectorAll("details")) folded.open = true;
     const pictures = [...document.querySelectorAll("img")];
     for (const picture of pictures) picture.loading = "eager";
     await Promise.allSettled(pictures.map((picture) => picture.decode()));

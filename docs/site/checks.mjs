@@ -116,6 +116,7 @@ export function controlFaults() {
   for (const form of document.querySelectorAll(".explorer-form")) {
     const place = form.parentElement;
     const result = place.querySelector(".explorer-result");
+    const shown = () => result.innerHTML + (place.querySelector(".explorer-head")?.innerHTML ?? "");
     const problem = place.querySelector(".explorer-problem");
     const tell = (input) => input.dispatchEvent(new Event("input", { bubbles: true }));
     const values = (input) => {
@@ -129,17 +130,17 @@ export function controlFaults() {
       tell(input);
     };
     const changes = (input) => {
-      const before = result.innerHTML;
+      const before = shown();
       if (input.type === "checkbox") {
         put(input, !input.checked);
-        const changed = result.innerHTML !== before;
+        const changed = shown() !== before;
         put(input, !input.checked);
         return changed;
       }
       const old = input.value;
       const changed = values(input).some((value) => {
         put(input, value);
-        return result.innerHTML !== before;
+        return shown() !== before;
       });
       put(input, old);
       return changed;
@@ -168,7 +169,7 @@ export function controlFaults() {
       }
     }
     for (const button of place.querySelectorAll(".explorer-presets button, .explorer-result td button")) {
-      const state = () => result.innerHTML + window.location.hash;
+      const state = () => shown() + window.location.hash;
       const before = state();
       button.click();
       if (state() === before && !("start" in button.dataset)) found.push(`${button.textContent} does nothing`);

@@ -19,6 +19,7 @@ CONTENTS = """
 
 /chapters/ten_minutes
 /chapters/[0-9]*
+/chapters/more/*
 ```
 
 ```{toctree}
@@ -58,6 +59,7 @@ include_patterns = [
     "SECURITY.md",
     "chapters/ten_minutes.md",
     "chapters/[0-9]*.ipynb",
+    "chapters/more/*.ipynb",
     "chapters/exercises/README.md",
     "chapters/pytorch/README.md",
     "docs/*.md",
@@ -86,7 +88,7 @@ html_context = {"default_mode": "auto"}  # light or dark, as the reader's system
 html_static_path = ["static", "../../out/mathjax"]
 html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
-html_js_files = [("animations.js", {"defer": "defer"})]
+html_js_files = [("every_page.js", {"defer": "defer"})]
 html_extra_path = ["index.html"]
 html_copy_source = False
 html_show_sourcelink = False
@@ -100,7 +102,7 @@ mathjax3_config = {
 # The scripts of pages and their modules, each of which imports from earlier ones alone.
 SCRIPTS = {
     "explorers": ("memory", "models", "actions", "schedules", "traffic", "layouts", "draw", "forms", "page", "board"),
-    "animations": ("pause",),
+    "every_page": ("pause", "folded"),
     "start": ("actions", "draw", "map"),
     "editor_page": (
         *("actions", "schedules", "csv", "in_order", "check", "path", "edits", "grade"),

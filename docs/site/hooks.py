@@ -1,7 +1,9 @@
 """The Sphinx extension of the site: what is changed between the repository's files and the pages."""
 
+import html
 from pathlib import Path
 
+import api
 import collectives
 import differences
 import library
@@ -18,7 +20,7 @@ SIDE_BY_SIDE = """
 def read_source(app, docname, source):
     """Mend notebooks, and link what pages name."""
     if Path(app.env.doc2path(docname)).suffix == ".ipynb":
-        source[0] = notebooks.notebook(source[0], notebooks.chapter_of(Path(docname).name))
+        source[0] = notebooks.notebook(source[0], docname)
     elif docname == "chapters/exercises/README":
         source[0] = notebooks.exercise_table(source[0])
     elif docname == "docs/museum":
@@ -41,11 +43,26 @@ def read_document(app, document):
         link = nodes.reference(refuri="../" * docname.count("/") + library.page_name(path) + ".html", internal=True)
         link += node.children
         node.replace_self(link)
-    if docname.startswith("chapters/0") or docname.startswith("chapters/1"):
-        describe_pictures(document, notebooks.chapter_of(Path(docname).name))
+    if Path(app.env.doc2path(docname)).suffix == ".ipynb":
+        describe_pictures(document, docname)
+        for section in list(document.findall(nodes.section)):
+            fold(section)
 
 
-def describe_pictures(document, chapter):
+def fold(section):
+    """Put what is below the heading of a deeper section into an element that opens.
+
+    The heading stays outside, so that a link to the section leads to something that is seen; static/folded.js opens it.
+    """
+    mark = section.children[1] if len(section.children) > 1 else None
+    if isinstance(mark, nodes.paragraph) and notebooks.is_deeper(mark.astext()):
+        words = html.escape(mark.astext().rstrip("."))
+        section.remove(mark)
+        section.insert(1, nodes.raw("", f'<details class="deeper"><summary>{words}</summary>', format="html"))
+        section.append(nodes.raw("", "</details>", format="html"))
+
+
+def describe_pictures(document, page):
     """Give each picture that a chapter's cell shows a sentence as its alternative text."""
     for cell in document.findall(lambda node: node.get("nb_element") == "cell_code" if is_element(node) else False):
         code = "".join(part.astext() for part in cell.children if part.get("nb_element") == "cell_code_source")
@@ -57,7 +74,7 @@ def describe_pictures(document, chapter):
             section = section.parent
         heading = section.next_node(nodes.title).astext()
         for picture, (function, name) in zip(pictures, notebooks.drawn_by(code), strict=True):
-            picture["alt"] = notebooks.alternative(function, name, chapter, heading)
+            picture["alt"] = notebooks.alternative(function, name, page, heading)
 
 
 def is_element(node):
@@ -72,6 +89,9 @@ def add_library(app):
         yield library.page_name(file), {"title": file, "body": library.body(file)}, "page.html"
     title = "From one strategy to the next"
     yield "docs/examples/differences", {"title": title, "body": differences.page()}, "page.html"
+    for name in api.names():
+        yield api.page_name(name), {"title": f"minipar.{name}", "body": api.body(name)}, "page.html"
+    yield api.page_name("index"), {"title": "The names of minipar", "body": api.index()}, "page.html"
     yield f"{library.FOLDER}/index", {"title": "The library's files", "body": library.report()}, "page.html"
 
 

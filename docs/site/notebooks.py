@@ -40,6 +40,17 @@ def chapters() -> dict[str, str]:
     return {chapter_of(path.name): path.name for path in sorted((ROOT / "chapters").glob("[0-9]*.ipynb"))}
 
 
+def all_notebooks() -> list[Path]:
+    """Return the chapters' notebooks, then those of chapters/more/."""
+    folder = ROOT / "chapters"
+    return [*sorted(folder.glob("[0-9]*.ipynb")), *sorted((folder / "more").glob("*.ipynb"))]
+
+
+def page_of(path: Path) -> str:
+    """Return the name of a notebook's page, such as chapters/04_data_parallel."""
+    return path.relative_to(ROOT).as_posix().removesuffix(".ipynb")
+
+
 @cache
 def exercises() -> dict[int, str]:
     """Return the name of each exercise's file, by its number."""
@@ -136,39 +147,52 @@ def source_file(name: str) -> tuple[str, str]:
     raise ValueError(f"no file of {name}")
 
 
-def listing(text: str) -> str:
-    """Return an object's source as HTML in the site's colours, with a link to the page of its file."""
+def listing(text: str, up: str) -> str:
+    """Return an object's source as HTML in the site's colours, with a link to the page of its file.
+
+    `up` leads from the page to the site's root.
+    """
     path, name = source_file(LISTING.match(text)[1])
     code = text.split("\n", 1)[1]
     lines = highlight(code, PythonLexer(), HtmlFormatter(nowrap=True))
-    link = f'<a href="../library/{path.removesuffix(".py")}.html#{name}"><code>{name}</code> in {path}</a>'
+    link = f'<a href="{up}library/{path.removesuffix(".py")}.html#{name}"><code>{name}</code> in {path}</a>'
     return f'<p class="listing-file">{link}</p>\n<div class="highlight"><pre tabindex="0">{lines}</pre></div>'
 
 
-def shown(output: dict) -> dict | None:
+def shown(output: dict, up: str) -> dict | None:
     """Return an output of a cell as the site shows it, or None for one that says nothing."""
     if output["output_type"] == "stream":
         return output | {"text": PREFIX.sub("", "".join(output["text"]))}
     data = dict(output.get("data", {}))
     text = "".join(data.get("text/plain", ""))
     if "text/html" in data and LISTING.match(text):
-        return output | {"data": {"text/html": listing(text), "text/plain": text}}
+        return output | {"data": {"text/html": listing(text, up), "text/plain": text}}
     if set(data) == {"text/plain"}:
         text = PREFIX.sub("", text)
         return output | {"data": {"text/plain": text}} if text.strip() else None
     return output
 
 
-def notebook(source: str, own: str) -> str:
-    """Return a chapter's notebook (JSON) as the site shows it."""
+def notebook(source: str, page: str) -> str:
+    """Return the notebook (JSON) of a page, such as chapters/04_data_parallel, as the site shows it."""
+    up = "../" * page.count("/")
+    folder = "../" if page.startswith("chapters/more/") else ""
     content = json.loads(source)
     for cell in content["cells"]:
         if cell["cell_type"] == "markdown":
-            cell["source"] = with_links("".join(cell["source"]), "", own)
+            cell["source"] = with_links("".join(cell["source"]), folder, chapter_of(page.rpartition("/")[2]))
         elif cell["cell_type"] == "code":
-            outputs = [shown(output) for output in cell["outputs"]]
+            outputs = [shown(output, up) for output in cell["outputs"]]
             cell["outputs"] = [output for output in outputs if output is not None]
+            tags = cell["metadata"].get("tags", [])
+            if "setup" in tags:
+                cell["metadata"]["tags"] = [*tags, "hide-input"]  # MyST-NB folds the code of cells with this tag
     return json.dumps(content)
+
+
+def is_deeper(words: str) -> bool:
+    """Tell whether the words below a section's heading mark it as deeper."""
+    return re.fullmatch(r"Deeper\b.*\.", words) is not None
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -224,15 +248,22 @@ def drawn_by(code: str) -> list[tuple[str, str]]:
     return names
 
 
-def alternative(function: str, picture: str, chapter: str, heading: str) -> str:
+@cache
+def supports(page: str) -> set[str]:
+    """Return the folders of chapters/support that a page's script imports from."""
+    script = (ROOT / f"{page}.py").read_text(encoding="utf-8")
+    return {f"chapters/support/{name}" for name in re.findall(r"chapters\.support\.(ch\w+)", script)}
+
+
+def alternative(function: str, picture: str, page: str, heading: str) -> str:
     """Return a sentence that says what a picture shows: the purpose of the function that draws it."""
     candidates = purposes().get(function, [])
-    near = [sentence for path, sentence in candidates if f"/ch{chapter.rstrip('b').zfill(2)}/" in path]
+    near = [sentence for path, sentence in candidates if path.rpartition("/")[0] in supports(page)]
     sentence = next(iter(near + [sentence for _, sentence in candidates]), "")
     sentence = re.sub(r"^(Draw|Plot) ", "", sentence)
     sentence = re.sub(r"[,:]? *\{[^}]*\}+[^.;]*", "", sentence)  # the form of its arguments
     sentence = re.sub(r", and (mark|count) ", r", and \1s ", sentence).rstrip(" .:;,(")
     sentence = SENTENCES.get(picture, SENTENCES.get(function, sentence))
     if not sentence:
-        raise ValueError(f"picture {picture} of chapter {chapter}: no docstring of {function} says what it shows")
+        raise ValueError(f"picture {picture} of {page}: no docstring of {function} says what it shows")
     return f"{heading}. The picture shows {sentence}."

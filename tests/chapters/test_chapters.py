@@ -5,7 +5,9 @@ import re
 import pytest
 from launcher import ROOT, run_mpi
 
-CHAPTERS = sorted((ROOT / "chapters").glob("[0-9]*.py"))
+from chapters.support import core_path, fold
+
+CHAPTERS, SCRIPTS = core_path.scripts(), core_path.all_scripts()
 QUICK = [path for path in CHAPTERS if path.stem.split("_")[0] in "00 01 03 06 06b 11".split()]  # others take longer
 
 
@@ -16,19 +18,37 @@ def test_a_chapter_runs_as_a_script(chapter, tmp_path):
 
 
 def cells(notebook):
-    """List the kind, text and tags of each cell."""
-    return [(cell.cell_type, cell.source, tuple(cell.metadata.get("tags", ()))) for cell in notebook.cells]
+    """List the kind and text of each cell, with its tags and what is folded."""
+    known = ("tags", "jupyter", fold.COLLAPSED)
+    return [(cell.cell_type, cell.source, {key: cell.metadata.get(key) for key in known}) for cell in notebook.cells]
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
-def test_a_notebook_has_the_cells_of_its_script(chapter):
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_notebook_has_the_cells_of_its_script(script):
     jupytext = pytest.importorskip("jupytext")
-    notebook = jupytext.read(chapter.with_suffix(".ipynb"))
-    assert cells(notebook) == cells(jupytext.read(chapter)), f"make notebooks CHAPTER={chapter.name.split('_')[0]}"
+    notebook, expected = jupytext.read(script.with_suffix(".ipynb")), jupytext.read(script)
+    fold.fold(expected)
+    assert cells(notebook) == cells(expected), "make notebooks"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_core_is_short_and_needs_no_deeper_section(script):
+    assert core_path.faults(script) == []
+
+
+def test_pages_state_the_minutes_and_words_of_the_core():
+    pages = [page.read_text(encoding="utf-8") for page in core_path.PAGES]
+    assert all("core of [chapter 0]" in page and "core of chapters 3 to 9" in page for page in pages)
+    assert core_path.table() in pages[0], "python -m chapters.support.core_path"
+    assert [core_path.renewed(page) for page in pages] == pages, "python -m chapters.support.core_path"
+    limit = int(re.search(r"at most ([\d,]+) words", pages[0])[1].replace(",", ""))
+    path = [chapter for chapter in CHAPTERS if chapter.name[:2] not in ("11", "12", "13")]
+    assert sum(core_path.sizes(chapter)[2] for chapter in path) <= limit
 
 
 def test_every_script_has_a_notebook():
-    assert {path.stem for path in (ROOT / "chapters").glob("*.ipynb")} == {chapter.stem for chapter in CHAPTERS}
+    notebooks = {path for folder in (".", "more") for path in (ROOT / "chapters" / folder).glob("*.ipynb")}
+    assert notebooks == {script.with_suffix(".ipynb") for script in SCRIPTS}
 
 
 def test_chapter_0_walks_through_one_file():

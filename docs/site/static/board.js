@@ -1,7 +1,7 @@
 // The layout explorer: what a layout of a model holds and sends, its bubble, and which layouts would fit.
 
 import { COLOURS, bars, element, legend } from "./draw.js";
-import { bytes, heading, paragraph, percent, short, strong, table } from "./forms.js";
+import { bytes, heading, headline, paragraph, percent, short, strong, table } from "./forms.js";
 import { choice, explorer, power, real, whole, yes } from "./forms.js";
 import { PLANNED, bubble, closedBubble, sent, total, whatFits } from "./layouts.js";
 import { PRECISIONS, STAGES } from "./memory.js";
@@ -80,13 +80,14 @@ function showLayout(settings, change) {
   const verdict = limit ? `: ${enough ? "fits" : "does not fit"} into ${limit} GB` : "";
   const bar = (axis) => ({ name: `${axis} = ${s[axis]}`, parts: { [axis]: moved[axis] }, mark: true });
   return [
-    paragraph(strong(`${short(parameters(s) / 1e9)} billion parameters`), ` on dp ${s.dp} x tp ${s.tp} x pp ${s.pp}`
-      + `${s.cp > 1 ? ` x cp ${s.cp}` : ""} = ${short(settings.devices)} devices; a batch of ${short(samples)} `
-      + `sequences, ${short(samples * s.T)} tokens.`),
-    element("div", { class: "explorer-cards" },
-      card(`on the fullest device${verdict}`, bytes(sum), !limit ? "" : enough ? "good" : "bad"),
-      card("of the devices' time is the pipeline's bubble", idle === undefined ? "not simulated" : percent(idle)),
-      card("sent by a rank in a step", bytes(total(moved)))),
+    headline(
+      paragraph(strong(`${short(parameters(s) / 1e9)} billion parameters`), ` on dp ${s.dp} x tp ${s.tp} x pp ${s.pp}`
+        + `${s.cp > 1 ? ` x cp ${s.cp}` : ""} = ${short(settings.devices)} devices; a batch of ${short(samples)} `
+        + `sequences, ${short(samples * s.T)} tokens.`),
+      element("div", { class: "explorer-cards" },
+        card(`on the fullest device${verdict}`, bytes(sum), !limit ? "" : enough ? "good" : "bad"),
+        card("of the devices' time is the pipeline's bubble", idle === undefined ? "not simulated" : percent(idle)),
+        card("sent by a rank in a step", bytes(total(moved))))),
     heading("Held by the device that needs most"),
     bars([{ name: "one device", parts: held, mark: true }], bytes, limit * 1e9),
     legend(Object.keys(held).map((kind) => [`${kind}: ${bytes(held[kind])}`, COLOURS[kind]])),
@@ -131,5 +132,5 @@ explorer("layout-explorer", [
   choice("context", "context parallelism", ["ring", "all-gather", "ulysses"], "ring", ({ cp }) => cp > 1),
   choice("attention", "attention's scores", ["stored", "flash"], START.attention),
   choice("precision", "precision", Object.keys(PRECISIONS).slice(0, 2), START.precision),
-  real("limit", "memory of a device (GB; 0: no limit)", START.limit, 0, 1e4),
+  real("limit", "memory of a device (GB; 0: any)", START.limit, 0, 1e4),
 ], showLayout, PRESETS);

@@ -53,6 +53,7 @@ function addressed(id) {
 
 // Build an explorer in the element `id`. show(settings, set) returns the elements to show, or throws an Error whose
 // message is shown above what was there before; set({name: value}) changes fields, and with `anew` texts start again.
+// A `headline` among the elements stands before the form, so that a small screen shows a result above the controls.
 // `presets` are buttons with the values that they set: {words: values}. Return the form.
 export function explorer(id, fields, show, presets = {}) {
   const place = document.getElementById(id);
@@ -71,6 +72,7 @@ export function explorer(id, fields, show, presets = {}) {
     form.append(labels[name]);
   }
   const problem = element("p", { class: "explorer-problem", role: "alert" });
+  const head = element("div", { class: "explorer-head", "aria-live": "polite" });
   const result = element("div", { class: "explorer-result", "aria-live": "polite" });
   const set = (values) => {
     for (const field of fields) if (field.name in values) write(field, inputs[field.name], values[field.name]);
@@ -92,12 +94,14 @@ export function explorer(id, fields, show, presets = {}) {
       const settings = readAll();
       for (const { name, when } of fields) labels[name].hidden = !when(settings);
       follow(settings, brought);
-      result.replaceChildren(...show(readAll(), change));
+      const shown = show(readAll(), change);
+      head.replaceChildren(...shown.filter(isSummary));
+      result.replaceChildren(...shown.filter((item) => !isSummary(item)));
       problem.textContent = "";
     } catch (error) {
       problem.textContent = error.message;
     }
-    result.classList.toggle("explorer-old", problem.textContent !== "");
+    for (const box of [head, result]) box.classList.toggle("explorer-old", problem.textContent !== "");
   };
   const remember = () => {
     const values = fields.map((field) => [field.name, field.type === "power"
@@ -124,10 +128,12 @@ export function explorer(id, fields, show, presets = {}) {
     button.addEventListener("click", () => change(values, true));
     buttons.append(button, " ");
   }
-  place.replaceChildren(...(Object.keys(presets).length ? [buttons] : []), form, problem, result);
+  place.replaceChildren(...(Object.keys(presets).length ? [buttons] : []), head, form, problem, result);
   update(brought);
   return form;
 }
+
+const isSummary = (item) => item instanceof Element && item.classList.contains("explorer-summary");
 
 // ---- words and tables -----------------------------------------------------------------------------------------------
 
@@ -152,6 +158,7 @@ export function table(header, rows) {
   return element("div", { class: "scrolls" }, all);
 }
 
+export const headline = (...children) => element("div", { class: "explorer-summary" }, ...children);
 export const paragraph = (...children) => element("p", {}, ...children);
 export const strong = (words) => element("strong", {}, words);
 export const heading = (words) => element("p", { class: "explorer-heading" }, words);

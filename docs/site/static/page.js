@@ -2,7 +2,7 @@
 
 import { halvesOf } from "./actions.js";
 import { COLOURS, activationsPlot, bars, kindLegend, legend, rankLegend, timeline } from "./draw.js";
-import { bytes, heading, paragraph, percent, short, strong, table } from "./forms.js";
+import { bytes, heading, headline, paragraph, percent, short, strong, table } from "./forms.js";
 import { choice, explorer, real, whole, yes } from "./forms.js";
 import { PRECISIONS, STAGES, formula, modelState, value } from "./memory.js";
 import { SCHEDULES, explore } from "./schedules.js";
@@ -16,17 +16,17 @@ function showSchedule(settings) {
   const present = new Set(rows.flat().flatMap((slot) => halvesOf(slot.action).map((half) => half.kind)));
   const kinds = ["F", "B", "I", "W"].filter((kind) => present.has(kind));
   const most = Math.max(...peaks) / stages;
-  const summary = paragraph(
+  const numbers = headline(paragraph(
     strong(`total time ${short(total)}`), " · ",
     strong(`bubble ${percent(bubble)}`), " (idle / total, over all ranks) · ",
     strong(`at most ${short(most)} activations alive`), " on a rank",
-  );
+  ));
   const framed = stages > 1 ? paragraph(`${name} has ${stages} stages per rank, each of 1/${stages} of the rank's `
     + "layers: an action takes that part of the time. Later stages are lighter and have a bar.") : "";
   const overlap = name === "dualpipev" ? paragraph("A box in two halves is a pair: a forward and a backward at once, "
     + "each of which communicates while the other computes.") : "";
   return [
-    summary, framed, overlap, timeline(found), kindLegend(kinds),
+    numbers, framed, overlap, timeline(found), kindLegend(kinds),
     heading("Activations alive"),
     paragraph("From the start of a forward to the end of its backward (B, or I), in activations of all layers of a "
       + "rank for one microbatch."),
@@ -61,8 +61,9 @@ function showState({ psi, d, precision: name, stage, accumulating, limit }) {
   const entries = STAGES.map((each) => ({ name: `stage ${each}`, parts: parts[each], mark: each === chosen }));
   const kinds = Object.keys(parts[0]);
   return [
-    paragraph(strong(`stage ${stage}: ${formula(chosen, precision, accumulating)} = ${bytes(sums[chosen])} per rank`),
-      verdict && ` · model state alone in ${limit} GB: ${verdict}`),
+    headline(paragraph(
+      strong(`stage ${stage}: ${formula(chosen, precision, accumulating)} = ${bytes(sums[chosen])} per rank`),
+      verdict && ` · model state alone in ${limit} GB: ${verdict}`)),
     bars(entries, bytes, limit * 1e9),
     legend(kinds.map((kind) => [`${kind} (${precision[kind]} bytes per element)`, COLOURS[kind]])),
     table(["", ...STAGES.map((each) => `stage ${each}`)],

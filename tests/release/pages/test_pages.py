@@ -4,6 +4,7 @@ They need no Sphinx; `make site` builds the pages of these.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,16 +13,17 @@ import pytest
 SITE = Path(__file__).parents[3] / "docs" / "site"
 sys.path.insert(0, str(SITE))
 
+import api  # noqa: E402
 import collectives  # noqa: E402
 import differences  # noqa: E402
 import library  # noqa: E402
 import notebooks  # noqa: E402
 
-CHAPTERS = sorted((notebooks.ROOT / "chapters").glob("[0-9]*.ipynb"))
+CHAPTERS = notebooks.all_notebooks()
 
 
 def cells(path):
-    return json.loads(notebooks.notebook(path.read_text(encoding="utf-8"), notebooks.chapter_of(path.name)))["cells"]
+    return json.loads(notebooks.notebook(path.read_text(encoding="utf-8"), notebooks.page_of(path)))["cells"]
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
@@ -40,7 +42,7 @@ def test_each_picture_of_a_chapter_has_a_sentence(path):
         drawn = notebooks.drawn_by("".join(cell["source"]))
         assert len(drawn) == len(pictures)
         for function, name in drawn:
-            sentence = notebooks.alternative(function, name, notebooks.chapter_of(path.name), "A section")
+            sentence = notebooks.alternative(function, name, notebooks.page_of(path), "A section")
             assert len(sentence.split()) > 6 and sentence.endswith(".")
 
 
@@ -54,6 +56,7 @@ def test_papers_chapters_sections_and_exercises_are_links():
     kept = '<a href="x.html">Read\nchapter 0</a> [chapter 5](x.md)'
     assert notebooks.with_links(kept, "", own="3") == kept
     assert notebooks.with_links("chapter 3, chapter 99", "", own="3") == "chapter 3, chapter 99"
+    assert [notebooks.chapter_of(name) for name in ("00_in", "06b_x", "10_x", "muon")] == ["0", "6b", "10", ""]
 
 
 def test_the_table_of_exercises_has_links():
@@ -70,6 +73,31 @@ def test_listings_lead_to_the_object_in_its_file():
     for file, names in shown.items():
         assert set(names) <= set(library.objects(notebooks.ROOT / file)), file
     assert library.lines_shown("minipar/parallel/ddp.py") < set(range(1, 400))
+
+
+def test_a_file_has_its_functions_and_one_link_to_each_chapter():
+    for file in library.shown_in_chapters():
+        page, names = library.body(file), library.objects(notebooks.ROOT / file)
+        public = {name for name in names if "_" not in {part[0] for part in name.split(".")}}
+        assert all(page.count(f'<a href="#{name}">') == 1 for name in public), file
+        links = re.findall(r'href="[./]*chapters/([^"]+)"', page)
+        assert links and len(links) == len(set(links)), file
+
+
+def test_a_public_name_has_a_page_with_its_call_and_its_source():
+    bodies = {name: api.body(name) for name in api.names()}
+    for name, body in bodies.items():
+        file, own = api.place(name)
+        assert f'library/{file.removesuffix(".py")}.html#{own}"' in body and f'"{name}.html"' in api.index()
+    assert "AdamW(parameters: Iterable[Parameter], lr: float=0.001" in bodies["AdamW"]
+    assert "no_sync(" in bodies["fully_shard"] and sum("Shown in" in body for body in bodies.values()) > 3
+
+
+def test_setup_and_deeper_sections_are_folded():
+    setup = {"cell_type": "code", "source": "", "outputs": [], "metadata": {"tags": ["setup"]}}
+    (cell,) = json.loads(notebooks.notebook(json.dumps({"cells": [setup]}), "chapters/more/x"))["cells"]
+    assert cell["metadata"]["tags"] == ["setup", "hide-input"]
+    assert notebooks.is_deeper("Deeper, 4 minutes.") and not notebooks.is_deeper("Core, 4 minutes.")
 
 
 def test_each_step_of_the_ladder_is_a_section():

@@ -17,6 +17,7 @@ PAGES = [
     *ROOT.glob("docs/**/*.md"),
     *ROOT.glob("chapters/ten_minutes.md"),
     *ROOT.glob("chapters/[0-9]*.ipynb"),
+    *ROOT.glob("chapters/more/*.ipynb"),
     *ROOT.glob("chapters/exercises/*.md"),
     *ROOT.glob("chapters/pytorch/*.md"),
 ]
