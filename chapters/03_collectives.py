@@ -294,7 +294,8 @@ if rank == 0:
 # ### No algorithm sends less
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # Look at one element, and put all receives of messages about it in the order in which they happen. Some rank is the
 # first to know its sum. Until then each of the other $p-1$ ranks must have sent at least one message that was received:
 # without it, its contribution would be missing. After that each of the other $p-1$ ranks must still receive at least
@@ -308,7 +309,8 @@ if rank == 0:
 # ### In the library
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # The library's two halves are the two loops above, written as generators (3.9). `link` is a communicator's view of one
 # operation: it counts each message and gives it a tag that says what this rank is doing (section 3.10). The library
 # adds three things: a reduce-scatter's input keeps its values, because the partial sums travel in scratch memory (of
@@ -534,7 +536,8 @@ if rank == 0:
 # ### In the library: all messages at once
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # The library's `ordered` starts all messages at once and waits only where it needs the next contribution. It sends as
 # many messages and bytes as the ring, but none of them depends on an earlier one. So ranks wait for one another once
 # instead of $p-1$ times. That counts where ranks share cores: a rank that waits gives its core to another, and comes
@@ -548,7 +551,8 @@ if rank == 0:
 # ## 3.6 Every message is counted
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # Every message and every byte is counted where it is sent. `messages` and `wire_bytes` are the closed forms, exact for
 # any length. The counter must agree with `==`, on every rank, for every algorithm of every collective.
 
@@ -653,7 +657,8 @@ assert FEW_STEPS_BELOW == 256 * 1024
 # ### Why rings all the same?
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # On this model recursive halving beats the ring for every $p = 2^k$ above 2. Why are rings used all the same? The model
 # says that messages do not slow one another down. In a real network they do. In the first step of halving every rank
 # sends half of the array to a distant rank, through links that all pairs share. In a ring a rank sends to a neighbour
@@ -667,7 +672,8 @@ assert FEW_STEPS_BELOW == 256 * 1024
 # ## 3.8 algbw and busbw
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # A measured time says little without the bandwidth it amounts to. nccl-tests defines two. **algbw** is the size of the
 # array divided by the time. But an all-reduce moves more than its array, and how much depends on $p$. **busbw** $=
 # \text{algbw}\cdot 2(p-1)/p$ is the rate at which each rank sends in the best algorithm, so it can be compared with the
@@ -744,7 +750,8 @@ if rank == 0:
 # ### How an operation stops and goes on
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # If a rank is to compute while an operation is under way, the algorithm must be able to stop and to continue later. In
 # Python that is a *generator*: it starts messages, and yields those that must be done before it can go on. Its caller
 # decides how to wait. This is the ring's second half:
@@ -777,7 +784,8 @@ say("the generator gives the ring's bits")
 # ## 3.10 Mistakes, and what catches them
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # **1. Off by one chunk.** Start the ring with chunk $r$ instead of $r-1$. All sums are right, but rank $r$ ends with
 # the sum of chunk $r+1$. (Some descriptions of the ring do it this way; their all-gather starts there too.) If the
 # function then returns chunk $r+1$ as its result, all messages arrive and nothing complains. A test in which each rank
@@ -863,7 +871,8 @@ if rank == 0:
 # ## 3.11 PyTorch's names
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | here | `torch.distributed` | NCCL |
 # | --- | --- | --- |
 # | a communicator `comm` | `ProcessGroup` | `ncclComm_t` |
@@ -895,7 +904,8 @@ if rank == 0:
 # ## 3.12 Problems
 #
 # *Deeper, 40 minutes.*
-#
+
+# %% [markdown]
 # The answers are in 3.13.
 #
 # 1. The gradient of 7 billion parameters in 16 bits is added up over 64 GPUs with a ring. Each link carries 50 GB/s in

@@ -391,7 +391,8 @@ if rank == 0:
 # ### A matrix that is used twice
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # GPT-2's output head and its token embedding share one matrix. Each use collects its
 # gradient in a *leaf* of its own, and the second leaf is in `parameter.ties`. A bucket must wait for both. Three lines
 # change (`flatten` adds up the two gradients already):
@@ -410,7 +411,8 @@ if rank == 0:
 # ### In the library
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # The library's version adds three things to ours. The gradients of a bucket lie in one flat array, `bucket.gradient`,
 # so backward writes straight into what is sent and nothing is copied. It serves many steps: `synchronize` sends zeros
 # for what the loss did not use, and starts again. And each hook calls `progress`, which moves the messages under way
@@ -488,7 +490,8 @@ if rank == 0:
 # ### How large should a bucket be?
 #
 # *Deeper, 6 minutes.*
-#
+
+# %% [markdown]
 # With $k$ buckets of $n/k$ bytes, the ring needs in all
 #
 # $$2(d-1)\left(k\,\alpha + \frac{n}{d}\,\beta\right) \text{ seconds}.$$
@@ -621,7 +624,8 @@ say(f"{B} microbatches on {d} ranks = 1 device, bit for bit; {once:,} bytes sent
 # ### A forgotten `no_sync`
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # **The first mistake** of this chapter is to forget `no_sync`. Each backward pass sends everything, so the bytes
 # double. And here the gradient is *wrong*: after the first all-reduce the buffer holds the global sum $\Sigma_1$ of the
 # first microbatches' gradients. The second pass adds each rank's own gradient and sums again, which gives
@@ -717,7 +721,8 @@ say(f"variance of the batch {variance:.2f}, mean of the ranks' variances {mean_o
 # ### The same mistake over microbatches
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # Widely used trainers had this mistake until October 2024, when its effect on fine-tuning with padded batches was
 # noticed. Of $m$ microbatches with losses $\ell_j$ over $N_j$ tokens, each was divided by its own count: $\frac1m
 # \sum_j \ell_j / N_j$ is not $\sum_j \ell_j / \sum_j N_j$. All $N_j$ must be counted before the first backward, as
@@ -844,7 +849,8 @@ if rank == 0:
 # ## 4.8 Mistakes, and what notices them
 #
 # *Deeper, 10 minutes.*
-#
+
+# %% [markdown]
 # Two mistakes are behind us. Three more, all of them found in real code, are run here on purpose
 # (`chapters/support/ch04/watch.py` has them). We look with four instruments:
 #
@@ -917,7 +923,8 @@ if d > 1:  # with one rank there is nothing to forget
 # ## 4.9 PyTorch's names
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | minipar | PyTorch | Megatron-LM, DeepSpeed |
 # | --- | --- | --- |
 # | `DistributedDataParallel(model, comm)` | `DistributedDataParallel(model)` | the same name in Megatron-LM |
@@ -942,7 +949,8 @@ if rank == 0:
 # ## 4.10 Problems
 #
 # *Deeper, 30 minutes.*
-#
+
+# %% [markdown]
 # The answers are in 4.11.
 #
 # 1. A model has 1.5 billion parameters and fp32 gradients. How many GB does each rank send per step, among 8 ranks and

@@ -280,7 +280,8 @@ reveal("bytes of attention / bytes of the MLP", sent_attention / sent if t > 1 e
 # ### In the library
 #
 # *Deeper, 6 minutes.*
-#
+
+# %% [markdown]
 # In the library $f$ and $g$ are operations of autograd, so they can stand between any others.
 
 # %%
@@ -412,7 +413,8 @@ reveal("bytes with sequence parallelism / bytes without", sent_sequence / sent i
 # ### In the library
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # The border of 6.3 chooses the mappings. The placement `Partial` marks the parameters whose gradients are summed, and
 # `sum_partial` sums them together. ([6b.3](06b_vocabulary_and_memory.ipynb) compares a whole model with one device.)
 
@@ -528,7 +530,8 @@ if rank == 0:
 # ### Hiding backward's half
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # In forward no computation of the same samples can hide the sums: the LayerNorm that comes next needs the whole sum.
 # (With the microbatch cut in two halves, one could compute while the other's sums travel.) In backward, at a column
 # layer, everything further down waits for the summed gradient of the input. But the gradient of the *weight*, $X^\top
@@ -553,7 +556,8 @@ assert relative_difference(work.wait(), dX) < 1e-12 and relative_difference(dA_m
 # ## 6.7 PyTorch's names
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # | minipar | PyTorch | Megatron-LM |
 # | --- | --- | --- |
 # | `copy_to`, $f$ | DTensor: `Replicate()` input, `Partial()` gradient | `copy_to_tensor_model_parallel_region` |
@@ -572,7 +576,8 @@ if rank == 0:
 # ## 6.8 Problems
 #
 # *Deeper, 15 minutes.*
-#
+
+# %% [markdown]
 # 1. A GPU has $B = 4$ samples of $T = 2048$ tokens, $h = 4096$ and $t = 8$. How many bytes does a rank send per layer
 # in 16 bit, forward and backward together? How long does that take on NVLink (450 GB/s) without latency?
 # 2. From which hidden size on is communication in 16 bit over InfiniBand (50 GB/s, $S = 4 \cdot 10^{14}$) with $t = 8$

@@ -143,7 +143,8 @@ say(f"{psi:,} parameters, {held:,} on each rank, each with the serial model's va
 # ### In the library
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # `PLAN` is the library's table for GPT-2. Beside dim and groups it names the class that replaces the serial layer.
 # Llama and Mixtral, a Llama with experts (chapter 12), whose matrices are (out, in), bring tables of their own
 # (`more/llama.py`, `more/experts/mixtral.py`). Where several of their layers read one input ($q$, $k$, $v$;
@@ -265,7 +266,8 @@ say(f"split loss = the whole one; its gradient within {relative_difference(gradi
 # ### In the library
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # The library's embedding, and the forward of its loss:
 
 # %%
@@ -324,7 +326,8 @@ say(f"sequence parallel = one device: gradients within {worst:.1e}; bytes as bef
 # ## 6b.4 Dropout
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # There are two kinds of place. After a row layer's sum the activation is replicated, so all ranks must draw the *same*
 # mask, else they would go on with different values. Between column and row layer (on the attention probabilities) each
 # rank has other heads and must draw *different* masks. Megatron keeps two random states per rank for this. A generator
@@ -422,7 +425,8 @@ if rank == 0:
 # ### The paper's table
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # The paper (Table 2) has, in bytes per $Nh$,
 #
 # $$34 + 5\tfrac{aT}{h} \;\text{ alone}, \qquad 10 + \tfrac{24}{t} + 5\tfrac{aT}{ht} \;\text{ with tensor}, \qquad
@@ -493,7 +497,8 @@ say(f"the norm over {t} ranks is one device's: {norm:.6f}")
 # ### In the library
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # The library's version is a loop over the parameters' placements. It knows dp and pp as well, which come together in
 # [chapter 9](09_3d_parallel.ipynb):
 
@@ -601,7 +606,8 @@ for name, noticed in caught.items():
 # ## 6b.8 PyTorch's names
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | minipar | PyTorch | Megatron-LM |
 # | --- | --- | --- |
 # | `tensor_parallel(model, comm)`, `PLAN` | `parallelize_module(model, mesh, plan)` | built into its model |
@@ -616,7 +622,8 @@ for name, noticed in caught.items():
 # ## 6b.9 Problems
 #
 # *Deeper, 20 minutes.*
-#
+
+# %% [markdown]
 # 1. How many bytes does the loss of $N = 8192$ tokens send per rank in float32 over $t = 8$ ranks? How many does a rank
 # send to gather, also in float32, the logits of Llama 3's vocabulary of 128,256? By which factor is that more?
 # 2. How many bytes of activations does one layer of GPT-3 ($T = 2048$, $B = 1$, $h = 12\,288$, $a = 96$) keep on each

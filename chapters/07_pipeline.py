@@ -183,7 +183,8 @@ for (p, m), t in product(SIZES, TIMES):
 # ### In the library
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # The library's simulator has the same two parts. It also knows the time of a message, and it names the actions that
 # wait in a circle. (Its `I` and `W` are the two halves of a `B`, which chapter 8 takes apart.)
 
@@ -350,7 +351,8 @@ if rank == 0:
 # ## 7.4 Memory, and recompute
 #
 # *Deeper, 6 minutes.*
-#
+
+# %% [markdown]
 # A GPT block keeps $20 + 2/h + aT/h$ times $BTh$ elements for its backward. $BTh$ is the size of its input: $B$ samples
 # of $T$ tokens with $h$ elements (2.8, without dropout; $a$ heads). In the cell below that is 22.125. A
 # rank with $L/p$ blocks, on which `alive` microbatches are alive, holds at most
@@ -378,7 +380,8 @@ say(f"3 blocks, 4 microbatches alive: {peak(4, 3, False):g} BTh without recomput
 # ### Unequal stages
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # Equally many blocks are not equal times: the last stage also has the head and the loss (problem 3). If rank $r$ takes
 # $T_r$ for a forward and a backward, no step is shorter than $m \max_r T_r$: the slowest rank sets the pace, and a rank
 # idles for at least $1 - T_r / \max_r T_r$ of the time. So the last stage gets fewer blocks. (Exercise 27 asks for a
@@ -450,7 +453,8 @@ say(f"three schedules on {stages} ranks, m = {microbatches}: the gradients of on
 # ### In the library
 #
 # *Deeper, 6 minutes.*
-#
+
+# %% [markdown]
 # The library's executor does the same with a GPT. In its list a receive is an action of its own. When the executor
 # comes to that action it starts the receive; when it needs what is received, it waits for it. It serves several stages
 # on a rank (chapter 8): a result for a stage of the same rank is handed over without a message. It keeps the
@@ -574,7 +578,8 @@ if rank == 0:
 # ### Replicas
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # Pipelines go with data parallelism: $d$ replicas of the whole pipeline, each with its own samples. The
 # gradients of a stage are summed over the replicas once per step (chapter 4). When may they travel? A stage's gradients
 # are complete in its **last microbatch's** backward. The last rank is there first, while the ranks before it still
@@ -602,7 +607,8 @@ if ranks % 2 == 0 and ranks > 2:
 # ## 7.8 Mistakes, and what notices them
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # We have two instruments: **check**, before anything runs, which sees lists only, and **verify**, afterwards: does one
 # device get the same parameters, losses and norms? Before you read on: which catches which?
 #
@@ -644,7 +650,8 @@ reveal("caught by check", [int(what[0]) for what in mistakes if what[0] != " "],
 # ## 7.9 PyTorch's names
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | minipar | PyTorch, `torch.distributed.pipelining` | Megatron-LM (M) and DeepSpeed (D) |
 # | --- | --- | --- |
 # | `PipelineStage` | `PipelineStage` | D: `PipelineModule`, `LayerSpec` |
@@ -666,7 +673,8 @@ if rank == 0:
 # ## 7.10 Problems
 #
 # *Deeper, 20 minutes.*
-#
+
+# %% [markdown]
 # 1. **$p = 8$.** How many microbatches does 1F1B need for a bubble *below* 0.1?
 # 2. **GPipe or 1F1B?** $p = 4$, $m = 32$, three blocks per rank, 22.125 as in 7.4. What is the peak of rank 0, in units
 # of $BTh$ elements: GPipe, 1F1B, and both with recompute?
@@ -678,7 +686,8 @@ if rank == 0:
 # ## 7.11 Answers
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # <details><summary>Answers</summary>
 #
 # 1. $(p-1)/(m+p-1) < 1/10$ means $m > 9(p-1) = 63$: $m = 64$.

@@ -125,7 +125,8 @@ if rank == 0:
 # ### In the library
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # The library adds three things. It refuses sizes whose product is not the number of ranks, and shows the equation. It
 # makes a communicator of each row, whose messages cannot be mistaken for another row's. And it gives the communicator
 # the axis's name, under which bytes are counted and traced.
@@ -214,7 +215,8 @@ if rank == 0:
 # ### Placements
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # A placement has three parts. What tp does: `Shard` (cut), `Replicate` (the same on all ranks of tp) or `Partial` (the
 # same, but with sequence parallelism each rank's gradient covers its own tokens only: the gradient is their sum over
 # tp, chapter 6). The rank of pp. And the parameter's place in a bucket, whose chunks belong to the ranks of dp. What
@@ -377,7 +379,8 @@ for flags in ("--dp 8 --zero-stage 3", PIPELINED, EVERYTHING, MINE):
 # ### The same text
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # Let the model write. It reads one sentence over and over, 100 steps, once on one device and once on the eight ranks.
 # Each run saves its model, and each model continues the word "The", with the likeliest letter at each place. Before
 # training it repeats one letter.
@@ -485,7 +488,8 @@ if rank == 0:
 # ### For every layout
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # The norm's 192 bytes are 24 sums of squares. There is one for each of dp's two chunks, for each of six units (four
 # layers, embedding, head), and for what tp has cut and what it has not. They are added after the all-reduce, so the
 # order is the same for every cut into stages. The library's forms have these sums too, and sequence parallelism,
@@ -709,7 +713,8 @@ if rank == 0:
 # ### Where the time goes
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # The timeline shows it. Two steps with 4 microbatches, on Ethernet between the hosts: first in the
 # right order, then with tp between the hosts. Of the eight ranks we show four, the first replica.
 
@@ -751,7 +756,8 @@ if rank == 0:
 # ### On several hosts
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # Nothing in the program changes; a launcher starts the ranks: `mpirun --hosts node1,node2 --ppn 4
 # -n 8 python -m minipar.train --dp 2 --tp 4` (MPICH), `--host node1:4,node2:4` (Open MPI), or `srun --nodes 2
 # --ntasks-per-node 4 --distribution block` (Slurm). Let it number the ranks in blocks. `--distribution cyclic`,
@@ -817,7 +823,8 @@ if rank == 0:
 # ### In the library
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # The library asks the placements:
 
 # %%
@@ -1080,7 +1087,8 @@ if rank == 0:
 # ## 9.8 PyTorch's names
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # DCP is `torch.distributed.checkpoint`, and the schedules are in `torch.distributed.pipelining`.
 #
 # | here | PyTorch | Megatron-LM |
@@ -1116,7 +1124,8 @@ if rank == 0:
 # ## 9.9 Problems
 #
 # *Deeper, 30 minutes.*
-#
+
+# %% [markdown]
 # 1. dp 4 x tp 2 x pp 3 on hosts of eight. Which coordinates has rank 17, and which ranks are in its rows? Which axes
 # leave a host?
 #
@@ -1146,7 +1155,8 @@ if rank == 0:
 # ## 9.10 Answers
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # <details><summary>Answers</summary>
 #
 # 1. $17 = (2 \cdot 4 + 0) \cdot 2 + 1$: pp 2, dp 0, tp 1. Its rows are 16, 17 along tp, 17, 19, 21, 23 along dp, and 1,

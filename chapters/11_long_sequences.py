@@ -143,7 +143,8 @@ say("merged from 2, 4 and 96 parts, in any order: the softmax over all keys, to 
 # ### The kernels' form
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # Papers and kernels keep three quantities in the place of $(o, \lambda)$: the running maximum $\mu$, the running sum
 # $\ell = \sum_j e^{s_j - \mu}$, and the *unnormalized* output $\tilde o = \sum_j e^{s_j - \mu} v_j$. A new block may
 # have a larger maximum $\mu'$. Then the old sum and the old output were taken with the wrong maximum, and both are
@@ -288,7 +289,8 @@ say("gradients of q, k and v from blocks = those from the whole table")
 # ## 11.4 On the scales
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # Both versions, forward and backward, in float32 with four heads of 64 elements and blocks of 128 tokens: the peak of
 # the memory (`tracemalloc` sees NumPy's arrays), and the processor's time.
 
@@ -630,7 +632,8 @@ say(f"Ulysses = one device, bit for bit; each rank sent {sent:,} bytes = 4 (h + 
 # ### The crossover
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # | | elements sent per layer and own token | messages, one after the other |
 # | --- | --- | --- |
 # | ring | $(6c-4)\,h_{kv}$ | $3c - 2$, behind computation |
@@ -669,7 +672,8 @@ if rank == 0:
 # ### What is hidden
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # Bytes are not time. The ring's messages travel while the rank computes. In zig-zag order a forward step has $u^2/2$
 # scores per head (one sample), and its two products take four operations per score and element of a head, $2 u^2 h$
 # in all heads. Its message has $2 u h_{kv}$ values of $w$ bytes, and a byte takes $\beta$ seconds. A
@@ -736,7 +740,8 @@ say(f"a layer with rotary positions over {c} ranks = one device: the loss, and t
 # ## 11.9 Mistakes, and what notices them
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # Four mistakes that frameworks have shipped, planted in the layer above:
 #
 # 1. **The loss times cp.** Each rank divides by its own tokens instead of all, and gradients are summed: they are $c$
@@ -810,7 +815,8 @@ assert list(caught.values()) == [set(), *(ANSWERS if c > 1 else [set()] * 4)]
 # ## 11.10 The library's version
 #
 # *Deeper, 15 minutes.*
-#
+
+# %% [markdown]
 # Blockwise attention is `more/context/blockwise.py`. Its three functions are those of 11.1 to 11.3:
 
 # %%
@@ -910,7 +916,8 @@ for cp in (k for k in range(2, c + 1) if c % k == 0):
 # ## 11.11 PyTorch's names
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | minipar | PyTorch | Megatron-LM and others |
 # | --- | --- | --- |
 # | `attend` | `scaled_dot_product_attention` | FlashAttention, with its `softmax_lse` |
@@ -991,7 +998,8 @@ if rank == 0:
 # ## 11.13 Problems
 #
 # *Deeper, 30 minutes.*
-#
+
+# %% [markdown]
 # 1. Two parts of a row have the log-sum-exps 2 and $2 + \ln 3$, and the outputs 1 and 5. What are log-sum-exp and
 # output of both together?
 #
@@ -1014,7 +1022,8 @@ if rank == 0:
 # ## 11.14 Answers
 #
 # *Deeper, 10 minutes.*
-#
+
+# %% [markdown]
 # <details><summary>Answers</summary>
 #
 # 1. $\lambda = \ln(e^2 + 3e^2) = 2 + \ln 4$; $o = \frac14 \cdot 1 + \frac34 \cdot 5 = 4$.

@@ -466,7 +466,8 @@ say(f"with even routing {comm.traffic.bytes():,} bytes = 4 k N h (P-1)/P values 
 # ### The library's version
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # `more/experts/mixtral.py` has a layer on one device: `route`, `compute` (our `layer`), `run_experts` (our `run`). It
 # knows no rank. `expert_parallel.py` keeps a rank's experts and replaces `run_experts` by this:
 
@@ -535,7 +536,8 @@ for ep in (p for p in range(2, P + 1) if P % p == 0):
 # ## 12.5 What an all-to-all costs
 #
 # *Deeper, 6 minutes.*
-#
+
+# %% [markdown]
 # Let each of $P$ ranks have an array of $n$ elements. An all-to-all sends each element at most once; a ring all-reduce
 # sends chunks that are added up on their way, twice around:
 
@@ -579,7 +581,8 @@ if P % 2 == 0:  # our ranks, as two hosts
 # ### Against what?
 #
 # *Deeper, 10 minutes.*
-#
+
+# %% [markdown]
 # Without ep every rank must get at every expert, and there are two ways. It holds them all, and their gradients are
 # summed over dp: $2 \cdot 3hfE\,(P-1)/P$ elements per layer and step. Or ZeRO stage 3 shards them, gathers a layer's
 # experts in forward and in backward, and reduce-scatters their gradients: $3 \cdot 3hfE\,(P-1)/P$ per microbatch. Both
@@ -831,7 +834,8 @@ if rank == 0:
 # ## 12.8 Capacity, or dropping tokens
 #
 # *Deeper, 12 minutes.*
-#
+
+# %% [markdown]
 # The first systems (GShard, Switch, DeepSpeed-MoE) wanted arrays of fixed sizes. Each expert takes at most
 #
 # $$C = \Big\lceil F\, \frac{Nk}{E} \Big\rceil$$
@@ -902,7 +906,8 @@ assert changed
 # ## 12.9 The planner's answer
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # The planner of chapter 10 knows the axis: a rank's memory with $E/P$ experts, the bytes of 12.4 (with even routing all
 # of them waited for), and the products in pieces of $1/E$ of the rows. Mixtral 8x7B on 64 H100, 8 to a host, with 1024
 # samples of 4096 tokens in a step. We ask for the best layout, and for the best without ep, and without anything but
@@ -940,7 +945,8 @@ comm.barrier()
 # ## 12.10 Names elsewhere
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | minipar | Megatron-LM | DeepSpeed-MoE | PyTorch, torchtitan |
 # | --- | --- | --- | --- |
 # | `num_local_experts` | `--num-experts` | `num_experts` | `num_experts` |
@@ -965,7 +971,8 @@ if rank == 0:
 # ## 12.11 Problems
 #
 # *Deeper, 30 minutes.*
-#
+
+# %% [markdown]
 # 1. Mixtral 8x22B has $h = 6144$, $f = 16\,384$, 56 layers, 8 experts of which 2 are used, $h_{kv} = 1024$ and $V =
 # 32\,768$. How many parameters has it, and how many does a token use?
 #
@@ -989,7 +996,8 @@ if rank == 0:
 # ## 12.12 Answers
 #
 # *Deeper, 10 minutes.*
-#
+
+# %% [markdown]
 # <details><summary>Answers</summary>
 #
 # 1. A layer has $h(2h + 2h_{kv}) = 88.1$ million in attention and $3hf = 302$ million in each expert. In all 140.6

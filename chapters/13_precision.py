@@ -242,7 +242,8 @@ if rank == 0:
 # ### An aside: stochastic rounding
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # There is another way, without a master: round up or down *by chance*, up with a probability that is the distance from
 # the lower neighbour in ulps (Gupta et al. 2015, arXiv 1502.02551). Each single result is worse than the nearest one.
 # But its mean is exact, so small steps are not lost: of four steps of a quarter ulp, one on average moves the weight.
@@ -386,7 +387,8 @@ if rank == 0:
 # ### A loop that finds the scale
 #
 # *Deeper, 12 minutes.*
-#
+
+# %% [markdown]
 # The window moves as a training goes on. So the scale is found by trial: start with $2^{16}$; if a gradient is infinite
 # or NaN, *skip the step* and halve the scale; after 2000 good steps in a row double it. A skipped step costs little.
 #
@@ -564,7 +566,8 @@ for name, line in lines.items():
 # ## 13.6 A run that trains on 96 ranks and fails on 384
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # In 2023 somebody reported that a Llama of 1 and of 7 billion parameters trained well on 12 hosts of 8 GPUs and became
 # unstable on 48 hosts. The cause was `reduce_dtype=bf16` ([pytorch, issue
 # 106395](https://github.com/pytorch/pytorch/issues/106395)). 96 and 384: between them is $2^8$.
@@ -659,7 +662,8 @@ if rank == 0:
 # ### One file, and equal bits
 #
 # *Deeper, 6 minutes.*
-#
+
+# %% [markdown]
 # The rounding is a node around the operation's own node, and no operation knows of it. `enable_two_bytes` adds it to
 # `node_wrappers`, the functions that may put another node in the place of an operation's:
 
@@ -760,7 +764,8 @@ if rank == 0:
 # ## 13.9 Eight bits
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # Hardware since 2022 multiplies matrices of **fp8**, twice as fast as bf16 (Micikevicius et al. 2022, arXiv
 # 2209.05433). There are two kinds: **e4m3** for weights and activations, and **e5m2**, which reaches further, for
 # gradients. e4m3 has no infinities and one NaN: the other patterns of the largest exponent are values, so it ends at
@@ -829,7 +834,8 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 # ## 13.10 Names elsewhere
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | minipar | Megatron-LM | DeepSpeed | PyTorch |
 # | --- | --- | --- | --- |
 # | `--dtype bfloat16` | `--bf16` | `bf16: {enabled: true}` | `MixedPrecisionPolicy`, `torch.autocast` |
@@ -857,7 +863,8 @@ if rank == 0:
 # ## 13.11 Problems
 #
 # *Deeper, 20 minutes.*
-#
+
+# %% [markdown]
 # 1. AdamW's steps are $3 \cdot 10^{-4}$, and there are no masters. Up to which size do bf16 weights learn? And fp16
 # weights?
 #
@@ -880,7 +887,8 @@ if rank == 0:
 # ## 13.12 Answers
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # <details><summary>Answers</summary>
 #
 # 1. Half an ulp of the values from $2^k$ to $2^{k+1}$ is $2^{k-8}$ in bf16, and must be less than $3 \cdot 10^{-4}$: $k

@@ -157,7 +157,8 @@ if rank == 0:
 # ### From the symptom to the cause
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # Look here when a run of yours is wrong. The numbers are those of the chapters that show the cause. E14 is exhibit 14
 # of the [museum](../docs/museum.md).
 #
@@ -384,7 +385,8 @@ if rank == 0:
 # ## 14.5 Eighteen layouts, and torchtitan's eighteen
 #
 # *Deeper, 10 minutes.*
-#
+
+# %% [markdown]
 # In [issue 3029 of torchtitan](https://github.com/pytorch/torchtitan/issues/3029) somebody trains one model of debug
 # size in eighteen layouts, deterministic, with one seed and a global batch of 8. In the first table the losses of step
 # 1 lie between 12.0325 and 12.0797. That says nothing about the layouts: torchtitan shards the parameters first and
@@ -536,7 +538,8 @@ if rank == 0:
 # ## 14.7 Check your own framework in ten minutes
 #
 # *Deeper, 10 minutes.*
-#
+
+# %% [markdown]
 # Nothing above needs minipar's trainer. `minipar/compare/record.py` is 80 lines of NumPy, and your loop can write a
 # record with it. What you need is a model of toy size that both programs have, in one precision, from one file of
 # weights, with the same batches. Then:
@@ -588,7 +591,8 @@ elif rank == 0:
 # ## 14.8 Problems
 #
 # *Deeper, 15 minutes.*
-#
+
+# %% [markdown]
 # 1. A run on 8 GPUs has a norm 2.83 times that of one GPU, in step 1 and in all later ones. The loss is equal. There
 # are no records. What do you suspect?
 #
@@ -607,7 +611,8 @@ elif rank == 0:
 # ## 14.9 Answers
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # <details><summary>Answers</summary>
 #
 # 1. $2.83 = \sqrt 8$. A norm is a root of squares, so squares are summed over ranks that all hold the same gradient:

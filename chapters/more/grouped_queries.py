@@ -46,7 +46,8 @@ if rank == 0:
 # %% [markdown]
 # The picture shows 8 heads of $q$ in 4 groups. A frame is a rank, a colour is a group. On 4 ranks each has a group. On
 # 8 ranks two of them need the same head of $k$ and $v$.
-#
+
+# %% [markdown]
 # ## Whole groups
 #
 # *Core, 6 minutes.*
@@ -79,7 +80,8 @@ say(f"{2 * t} query heads in {t} groups over {t} ranks = one device, with the gr
 
 # %% [markdown]
 # The gain stays the same on each rank: $a/G$ times fewer keys and values to compute and to keep.
-#
+
+# %% [markdown]
 # ## More ranks than groups
 #
 # *Core, 8 minutes.*

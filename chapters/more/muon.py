@@ -182,7 +182,8 @@ if rank == 0:
 # ## In other programs, and what it computes
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # Jordan's [Muon](https://github.com/KellerJordan/Muon) all-reduces gradients as data parallelism does. Then rank $r$ of
 # $d$ updates matrices $r, r + d, \dots$, and an all-gather follows each $d$ matrices. Moonshot AI's distributed Muon
 # (Liu et al. 2025, arXiv 2502.16982) keeps equal chunks as in ZeRO stage 1: all ranks that have a part of a matrix

@@ -120,7 +120,8 @@ if rank == 0:
 # ## The algorithm `tree`
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # The library's `algorithm="tree"` is another thing. Only its additions have the order of a tree. It sends what
 # `ordered` sends: each rank's chunk $j$ goes to rank $j$ directly. Rank $j$ adds the contributions in pairs, $((a_0 +
 # a_1) + (a_2 + a_3)) + \dots$. These are the bits of recursive doubling with the bytes of the ring.

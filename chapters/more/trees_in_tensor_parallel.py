@@ -82,7 +82,8 @@ say(f"c_proj over {t} ranks = one device that adds {t} blocks in rank order, bit
 # is the same sum over $h$, and BLAS may add it in another order when the matrix is narrower. The row layer splits the
 # sum itself, and one device that adds the same blocks in the same order gets the ranks' exact bits. So the difference
 # is the order of additions and nothing else.
-#
+
+# %% [markdown]
 # ## A tree
 #
 # *Core, 5 minutes.*
