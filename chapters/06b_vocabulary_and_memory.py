@@ -325,7 +325,7 @@ say(f"sequence parallel = one device: gradients within {worst:.1e}; bytes as bef
 # %% [markdown]
 # ## 6b.4 Dropout
 #
-# *Deeper, 4 minutes.*
+# *Core, 4 minutes.*
 
 # %% [markdown]
 # There are two kinds of place. After a row layer's sum the activation is replicated, so all ranks must draw the *same*
