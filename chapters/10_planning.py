@@ -18,24 +18,33 @@
 # all: an hour on such a cluster costs thousands of dollars. But almost everything in a step can be counted before it
 # runs. A *planner* counts parameters, activations, bytes and bubbles, puts a price on each, and searches.
 #
-# At the end of this chapter you have a planner of thirty lines, and you know how far to believe it.
+# At the end you have a planner of thirty lines, and you know how far to believe it.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+
+from chapters.support.ch10.three_models import LARGE, MIDDLE, SMALL, funnel
+from chapters.support.predict import predict, reveal
+from chapters.support.share_work import shared
 from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()  # sets one BLAS thread for each rank; some times here are measured
 rank = comm.rank
 say = printer(rank)  # rank 0 prints and draws; every rank checks
+if rank == 0:
+    from chapters.support.ch10 import figures
+    from chapters.support.overview import draw_strategies
+    from chapters.support.show import show, show_file
 
 # %%
-from chapters.support.ch10.three_models import LARGE, MIDDLE, SMALL, funnel
-
 left = funnel()  # the layouts that are left after each test
 assert [len(each) for each in (left.every, left.fitting, left.quiet, left.busy)] == [4248, 1417, 641, 132]
 by_seconds = sorted(left.fitting, key=lambda layout: left.times[layout].total)
@@ -43,31 +52,25 @@ best = by_seconds[0]
 worst = by_seconds[-1]
 assert best in left.busy and round(left.times[worst].total / left.times[best].total) == 18
 if rank == 0:
-    from chapters.support.ch10 import figures
-    from chapters.support.show import show
-
     show(figures.draw_funnel(left.every, left.fitting, left.quiet, left.busy, left.times), "10_funnel")
 
 # %% [markdown]
 # The left half counts the layouts that are left after each of three tests. **Memory** says what is possible at all.
 # **Bandwidth** says which axis may lie on which wires. The **bubble** says how far a pipeline may grow. Bandwidth keeps
 # layouts that wait for messages at most 10 % of a step, and the bubble those that also idle at most 10 %. The right
-# half shows what a step is spent on in three of the layouts: one that loses at the second test, one that loses at the
-# third, and the fastest of all that fit. Sections 10.2 to 10.4 take one test each, write its formula on plain values,
-# and compare it with the library's planner.
+# half shows what a step is spent on in three layouts: one that loses at the second test, one that loses at the third,
+# and the fastest of all that fit. Sections 10.2 to 10.4 take one test each.
 #
 # Of the strategies of this course a planner places these:
 
 # %%
 if rank == 0:
-    from chapters.support.overview import draw_strategies
-
     show(draw_strategies(["dp", "zero1", "zero2", "zero3", "tp", "pp"]), "10_here")
 
 # %% [markdown]
 # ## 10.1 Count
 #
-# *Core, 5 minutes.*
+# *Core, 4 minutes.*
 #
 # A GPT ([chapter 2](02_gpt.ipynb)) has $L$ layers of hidden size $h$, a vocabulary of $V$, and sequences of $T$ tokens.
 # A layer has $12h^2 + 13h$ parameters. A product of an $i \times j$ and a $j \times k$ matrix takes $2ijk$ operations,
@@ -165,7 +168,7 @@ assert abs(shares[65_536][3] - 38.13) < 0.01  # HFU
 #
 # ## 10.2 Memory first
 #
-# *Core, 12 minutes.*
+# *Core, 9 minutes.*
 #
 # A rank holds four things: parameters, gradients, the optimizer's state, and the activations that backward needs.
 #
@@ -189,9 +192,6 @@ assert abs(shares[65_536][3] - 38.13) < 0.01  # HFU
 # `make exercises PYTEST="-k e13"`. The cell has it in some twenty lines, and compares them with the planner.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-from fractions import Fraction
-from itertools import product
-
 from minipar.plan.layout import Layout
 from minipar.plan.model import RECOMPUTE
 from minipar.plan.rank_bytes import memory
@@ -240,8 +240,6 @@ say(f"{compared:,} layouts: each of the four parts == the planner's, to the byte
 # unit that ZeRO-3 has gathered. The activations of one GPT-3 sequence, with each way of saving memory:
 
 # %%
-from dataclasses import replace
-
 from minipar.plan.rank_bytes import layer_activations
 
 tp = Layout(1, 8, 1, 1, 1)
@@ -270,8 +268,6 @@ assert widths == [114, 23, 14.25, 4.25, 0.25]
 # microbatch is one sequence of 4096 tokens, and nothing is recomputed. How many GB does a GPU need in all?
 
 # %%
-from chapters.support.predict import predict, reveal
-
 predict("GB of a GPU, 70B on 64 with ZeRO-3", ...)  # replace the dots by a value
 
 # %%
@@ -317,11 +313,12 @@ assert middle["tp 8 x pp 8, GPipe"].total > middle["1F1B"].total > ROOM > middle
 # at once need less than half of the memory, without any ZeRO.
 #
 # So two families of layouts fit large models: ZeRO-3 with recompute, or tp and pp with a little ZeRO. Bandwidth chooses
-# between them.
+# between them. (A third way out is *offload*: state lies in the host's memory. Its price is 12 to 16 bytes per
+# parameter over PCIe in each step; [10.4](#a-fourth-wire-offload-to-the-host) compares it with the step's seconds.)
 #
 # ## 10.3 Then bandwidth
 #
-# *Core, 12 minutes.*
+# *Core, 5 minutes.*
 #
 # What does a rank send in a step, with $m$ microbatches of $B$ sequences? A ring all-gather or reduce-scatter of $n$
 # bytes over $r$ ranks sends $n\,\frac{r-1}{r}$, an all-reduce twice that ([chapter 3](03_collectives.ipynb)).
@@ -368,7 +365,7 @@ say(f"{len(cases)} layouts of GPT-3: bytes over tp, pp and dp == the planner's")
 # %% [markdown]
 # ### One value for each wire
 #
-# *Core, 8 minutes.*
+# *Core, 7 minutes.*
 #
 # An A100 sends 300 GB/s to the other seven GPUs of its host (NVLink), and 25 GB/s through its network card to all
 # others. A program gets some 80 % of both. A large product gets, say, 75 % of the peak of 312 TFLOP/s, about what
@@ -433,7 +430,7 @@ assert round(tp, 3) == 2.222 and pp < 0.005
 #
 # ### Over the whole step
 #
-# *Core, 5 minutes.*
+# *Core, 4 minutes.*
 #
 # GPT-3 on 128 A100s, 8 stages, a batch of 512, tp and dp sharing the remaining factor of 16; then tp 8 x pp 8 with more
 # and more replicas for the same batch:
@@ -596,7 +593,6 @@ if rank == 0:
 
 # %%
 from chapters.support.ch10.three_models import fastest
-from chapters.support.share_work import shared
 
 FAMILIES = {"ZeRO-3": (1, 1, 3), "tp 2, ZeRO-3": (2, 1, 3), "tp 8, ZeRO-3": (8, 1, 3), "tp 8 x pp 8, ZeRO-1": (8, 8, 1)}
 sizes = (64, 256, 1024, 2048, 4096)
@@ -638,9 +634,51 @@ if rank == 0:
 # the memory's speed. This is the *roofline* (Williams et al. 2009): time is the larger of operations / $S$ and bytes
 # $\cdot\,\beta$, on this wire as on the others. The planner prices all work this way.
 #
+# ### A fourth wire: offload to the host
+#
+# *Deeper, 4 minutes.*
+#
+# State may also lie in the host's memory and travel over PCIe. NVIDIA's data sheets give an H100 (SXM) 128 GB/s of it
+# and an A100 64 GB/s, both directions together, so one direction has half. Per parameter of a rank:
+#
+# | on the host | leaves the GPU | over PCIe in a step |
+# | --- | --- | --- |
+# | optimizer state; the host updates | 12 bytes | 2 bytes of gradients down, 2 of parameters up |
+# | optimizer state; the GPU updates | 12 bytes | 12 bytes up and 12 down |
+# | all model state; the GPU updates | 16 bytes | at least 16 bytes up: parameters come for forward and backward |
+#
+# The first row is ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840). It sends least, but there the host's memory, which
+# eight GPUs share, moves the update's 30 bytes per parameter, 16 read and 14 written.
+#
+# The second row takes $12\Psi'\beta$ seconds, if both directions are busy at a time. Beside it the rank computes for
+# $6\Psi' N / S$ seconds, where $N$ tokens pass through its parameters in a step. So $12\Psi'\beta$ is the smaller one
+# from $N = 2S\beta$ tokens on. It hides behind nothing by itself: the norm of the gradients comes first, then the
+# update.
+
+# %%
+PCIE = {"a100": 64e9 / 2, "h100": 128e9 / 2}  # bytes per second in one direction
+least = {kind: 2 * S[kind] / PCIE[kind] for kind in PCIE}
+on_pcie = 12 * 7.5e9 / PCIE["h100"]  # 7.5B on one H100
+computing = 6 * 7.5e9 * 8 * 2048 / S["h100"]  # a step of 8 sequences
+in_a_plan = 1.6e9 / PCIE["h100"]  # GB of optimizer state that ZeRO-1 leaves a GPU in the plan of 10.6
+for kind, tokens in least.items():
+    say(f"{kind.upper()}: PCIe takes less time than the computation from {tokens:,.0f} tokens of a step on")
+say(f"7.5B on an H100: {on_pcie:.2f} s beside {computing:.2f} s for 8 sequences; 70B on 512: {in_a_plan:.3f} s")
+assert [round(each) for each in least.values()] == [14625, 18235]
+assert (round(on_pcie, 2), round(computing, 2), round(in_a_plan, 3)) == (1.41, 1.26, 0.025)
+assert round(on_pcie / (100 / 8 * computing), 2) == 0.09
+
+# %% [markdown]
+# The 7.5B on *one* H100 needs 120 GB of state. With the optimizer's 90 GB on the host it fits, and pays 1.41 s in each
+# step, more than the 1.26 s that 8 sequences of 2048 take to compute. With 100 sequences the price is 9 %.
+# The 70B on 512 H100s (10.6) has only 1.6 GB of optimizer state on each GPU, since ZeRO-1 divides it: offload would
+# cost 0.025 s of a step of 10 s, and free 1.6 GB. So offload is for few GPUs and many tokens per step; with many
+# GPUs ZeRO has done its work. **Activations** can go to the host too: their bytes travel down in forward and up in
+# backward, with every microbatch. The planner knows no offload.
+#
 # ## 10.5 A planner of thirty lines
 #
-# *Core, 6 minutes.*
+# *Core, 5 minutes.*
 #
 # With the functions of this chapter a planner is thirty lines: go through the layouts, drop what does not fit, price
 # the rest, take the fastest. What is exposed of dp: at ZeRO-0 and 1 what is longer than the last microbatch's backward
@@ -703,7 +741,7 @@ assert places == [0, 0, 0, 9]
 #
 # ## 10.6 Three models, 64 to 4096 GPUs
 #
-# *Core, 8 minutes.*
+# *Core, 7 minutes.*
 #
 # The models, each with the batch that it, or one like it, was trained with:
 #
@@ -714,11 +752,11 @@ assert places == [0, 0, 0, 9]
 # | 1T | 128, 25600 | 2048 | 3072 sequences, 6.3M tokens | Narayanan et al. 2021, table 1 |
 #
 # The MFU is the share of the GPUs' peak that goes into the model's own operations (10.1). On 256 A100s the planner's
-# layout of the 7.5B reaches 56 %, with data parallelism and ZeRO-1 and nothing else. **Predict**: the MFU of the best
-# layout on 4096 A100s, with the same batch. And does the largest model scale better or worse?
+# layout of the 7.5B reaches 56 %, with data parallelism and ZeRO-1 and nothing else. **Predict**: which model's MFU
+# falls most from 256 to 4096 A100s, with the same batch? (On 4096 each GPU has 1,024 tokens of a batch of 4.2M.)
 
 # %%
-predict("MFU of the 7.5B on 4096 A100s, %", ...)
+predict("the MFU that falls most", ...)  # replace the dots by "7.5B", "70B" or "1T"
 
 # %%
 from chapters.support.ch10.three_models import SHORT, first_choice, scaling, small_on_4096, spending
@@ -732,18 +770,18 @@ for name, kind in product((SMALL, MIDDLE, LARGE), ("a100", "h100")):
         choice = plans[name, kind, gpus]
         if choice:
             say(f"{SHORT[name]:<5}{gpus:>5} {kind.upper()}   MFU {choice['mfu']:.1%}   {choice['layout']}")
-reveal("MFU of the 7.5B on 4096 A100s, %", round(100 * mfu[SMALL, "a100", 4096], 1), say)
+loss = {short: mfu[name, "a100", 4096] / mfu[name, "a100", 256] for name, short in SHORT.items()}
+reveal("the MFU that falls most", min(loss, key=loss.get), say)
 if rank == 0:
     show(figures.plot_spending(spending(plans, "a100")), "10_spending")
     show(figures.plot_scaling(scaling(plans)), "10_scaling")
 
 # %% [markdown]
-# The first picture shows what the steps on A100s are spent on. (MFU is 57 % where practically all is computation:
-# products at 75 % of the peak, and elementwise kernels.) In the second, the dashed lines are clusters whose GPUs are
-# each as fast as in the smallest.
+# The first picture shows what the steps on A100s are spent on. In the second, the dashed lines are clusters whose GPUs
+# are each as fast as in the smallest.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-assert min(SHORT, key=lambda name: mfu[name, "a100", 4096] / mfu[name, "a100", 256]) == SMALL
+assert min(loss, key=loss.get) == SHORT[SMALL] and 4096 * 1024 == 2048 * 2048
 assert all(mfu[name, "h100", gpus] < mfu[name, kind, gpus] for name, kind, gpus in mfu if kind == "a100")
 for (name, _, gpus), choice in plans.items():
     if choice:
@@ -763,6 +801,44 @@ say(f"7.5B on 4096 A100s: {shown[1]:.1%}, without latencies {without:.1%}; with 
 # (10.3), so it takes 256 replicas, and pays for a pipeline's messages and bubble. To use more GPUs well, a model must
 # grow, or its batch: eight times the batch bring 47.3 %.
 #
+# ### Days and GPU hours
+#
+# *Core, 3 minutes.*
+#
+# A run takes as many steps as its tokens divided by the tokens of a step. Llama 2 70B on 512 H100s, with 512 sequences
+# of 8192 tokens in a step: `python -m minipar.plan --model llama-2-70b --gpus 512 --gpu h100 --global-batch 512
+# --seq-len 8192` answers 10.05 s for a step. **Predict** for the 2T tokens that Llama 2 was trained on: how many days?
+
+# %%
+predict("days for 2T tokens", ...)
+
+# %%
+from minipar.plan.layout import PRECISIONS
+from minipar.plan.search import plan
+from minipar.plan.space import SearchSpace
+
+
+def seconds_of_a_step():
+    space = SearchSpace(precision=PRECISIONS["bf16"], attention="flash")  # the command's defaults for an H100
+    return plan(llama, Cluster(GPUS["h100"], 512), 512, 8192, space).plans[0].time.total
+
+
+(seconds,) = shared(comm, seconds_of_a_step, [()])
+days = 2e12 / (512 * 8192) * seconds / 86_400
+gpu_hours = 512 * 24 * days
+reveal("days for 2T tokens", round(days, 1), say)
+say(f"{seconds:.2f} s a step, {gpu_hours:,.0f} GPU hours")
+assert (round(seconds, 2), round(days), round(gpu_hours, -4)) == (10.05, 55, 680_000)
+
+# %% [markdown]
+# The steps are 2T / 4.19M = 477,000, and take **55 days, or 0.68 million GPU hours**. Restarts and
+# evaluations come on top (10.8). Llama 2's paper prints 1.72 million hours of A100s (table 2),
+# which have about a third of an H100's peak.
+#
+# ### The other two models
+#
+# *Deeper, 2 minutes.*
+#
 # The 1T needs tp 8 *and* pp everywhere. The 7.5B needs neither, up to 256 GPUs. The 70B is in between, with tp 4 and a
 # short pipeline. The 1T gets *better* from 256 GPUs to 1024: on 256 it only just fits, and computes every forward
 # twice; on 64 nothing fits. An H100 has 3.2 times an A100's peak, and its utilization is lower in every row: products
@@ -770,26 +846,16 @@ say(f"7.5B on 4096 A100s: {shown[1]:.1%}, without latencies {without:.1%}; with 
 #
 # ## 10.7 Does it predict a run?
 #
-# *Core, 10 minutes.*
+# *Core, 5 minutes.*
 #
 # So far the planner agrees with formulas, and a formula cannot say what it has forgotten. A run can. minipar trains on
-# a clock of our choice, so we compare twice.
-#
-# **On the clock `model`** a training step is real: ranks compute all products, send all messages, update all
-# parameters. Only the time is modelled. The clock moves by operations / $S$ with each product and by $\alpha + n\beta$
-# with each message of $n$ bytes, with four ranks to a host and a slower link between hosts. We train on the ranks of
-# this run, and in two layouts on 64 ranks, threads of one process.
-#
-# **On the clock `cpu`** computation is real: a rank's time is its own CPU time. Its price must be *measured*, and not
-# by fitting the planner to training steps, which would prove nothing, but piece by piece: a block's forward, its two
-# backward halves, head, embedding, norm and update, each for a dozen shapes. To these times a few constants are fitted.
-# Then we predict the steps of a GPT and the memory of the fullest rank, and train in each layout.
+# a clock of our choice. **On the clock `model`** a training step is real: ranks compute all products, send all
+# messages, update all parameters. Only the time is modelled. The clock moves by operations / $S$ with each product and
+# by $\alpha + n\beta$ with each message of $n$ bytes, with four ranks to a host and a slower link between hosts. We
+# train on the ranks of this run, and in two layouts on 64 ranks, threads of one process.
 
 # %%
 from chapters.support.ch10 import runs
-from minipar.bench import layouts as bench
-from minipar.bench.costs import Machine, fit_costs
-from minipar.comm import Network
 
 modelled = {}
 per_host = comm.size if comm.size % 4 else 4  # all on one host, unless they fill hosts of four
@@ -803,7 +869,33 @@ for flags, (prediction, run) in modelled.items():
 assert all(abs(prediction / run - 1) < 0.05 for prediction, run in modelled.values())
 
 
+# %% [markdown]
+# The planner has never seen the program run, and agrees with it to some hundredths of a percent, with one exception:
+# pipelines of which only some hops leave a host. It takes the slower link for all of them, and is 2 or 3 % too high. It
+# can be so exact because it is an *abstraction* of the program: it walks through the same lists of actions as the
+# executor, and its rings are chapter 3's, message by message. It leaves out the values.
+#
+# **And in measured time?** On 2 cores that did nothing else, 28 layouts of a larger model came out within 14.3 %, in
+# the median within 3.5 %, with a Spearman of 0.992. (*Spearman* is the correlation of the two orders, from the fastest
+# layout to the slowest.) That is a record, in
+# [docs/planning.md](../docs/planning.md#minipars-own-runs), and a test holds the planner to it:
+#
+# ![28 layouts, measured and predicted](../visualize/gallery/layouts.png)
+#
+# ### On this machine's clock
+#
+# *Deeper, 5 minutes.*
+#
+# **On the clock `cpu`** computation is real: a rank's time is its own CPU time. Its price must be *measured*, and not
+# by fitting the planner to training steps, which would prove nothing, but piece by piece: a block's forward, its two
+# backward halves, head, embedding, norm and update, each for a dozen shapes. To these times a few constants are fitted.
+# Then we predict the steps of a GPT and the memory of the fullest rank, and train in each layout.
+
 # %%
+from minipar.bench import layouts as bench
+from minipar.bench.costs import Machine, fit_costs
+from minipar.comm import Network
+
 say(runs.state_of_the_machine(comm.size))
 comm.barrier()
 measured = shared(comm, runs.measured_pieces, [(number,) for number in range(len(runs.SHAPES))])
@@ -823,24 +915,12 @@ if rank == 0:
     show(figures.plot_points(runs.panels(modelled, rows), 0.2), "10_agreement")
 
 # %% [markdown]
-# The band is 20 % wide on each side. **Left**: the planner has never seen the program run, and agrees with it to some
-# hundredths of a percent, with one exception: pipelines of which only some hops leave a host. It takes the slower link
-# for all of them, and is 2 or 3 % too high. It can be so exact because it is an *abstraction* of the program: it walks
-# through the same lists of actions as the executor, and its rings are chapter 3's, message by message. It leaves out
-# the values.
-#
-# **Right**: memory is asserted to 15 %. **Middle**: time is not asserted, because it belongs to the machine and the
-# moment. The cell's first line says how busy the machine was, its last one how far the predictions are off in *this*
-# run. Where points lie below the line, there are three reasons. The pieces leave out the trainer's own Python between
-# them, which counts in a model as small as this. A rank's CPU time grows when its neighbours, and whatever else runs
-# here, use the same caches. And every sum waits for its slowest rank. *Spearman* is the correlation of the two orders,
-# from the fastest layout to the slowest, and the order is what a planner is for.
-#
-# How good is it where nothing disturbs? On 2 cores that did nothing else, 28 layouts of a larger model came out within
-# 14.3 %, in the median within 3.5 %, with a Spearman of 0.992. That is a record, in
-# [docs/planning.md](../docs/planning.md#minipars-own-runs), and a test holds the planner to it:
-#
-# ![28 layouts, measured and predicted](../visualize/gallery/layouts.png)
+# The band is 20 % wide on each side. **Left** are the runs on the clock `model` from above. **Right**: memory is
+# asserted to 15 %. **Middle**: time is not asserted, because it belongs to the machine and the moment. The cell's first
+# line says how busy the machine was, its last one how far the predictions are off in *this* run. Where points lie below
+# the line, there are three reasons. The pieces leave out the trainer's own Python between them, which counts in a model
+# as small as this. A rank's CPU time grows when its neighbours, and whatever else runs here, use the same caches. And
+# every sum waits for its slowest rank.
 #
 # ### And a run on GPUs?
 #
@@ -863,7 +943,7 @@ if rank == 0:
 #
 # ## 10.8 Which assumptions matter?
 #
-# *Core, 6 minutes.*
+# *Deeper, 6 minutes.*
 #
 # All that is not in a data sheet stands in `Assumptions` in `minipar/plan/cluster.py`, but for `products`, which
 # belongs to the GPU. We change each value by 20 % up and down (a share stays at most 1). How much does the best
@@ -1048,8 +1128,13 @@ assert too_full == [True, True, False, False, False]
 # | recompute | `torch.utils.checkpoint.checkpoint` | M: `--recompute-granularity selective`, `full` |
 # | counted operations | `torch.utils.flop_counter.FlopCounterMode` | M: `--log-throughput`; D: `FlopsProfiler` |
 #
-# The same in PyTorch: `chapters/pytorch/ch10.py`.
-#
+# The same in PyTorch: [chapters/pytorch/ch10.py](pytorch/ch10.py).
+
+# %%
+if rank == 0:
+    show_file("chapters/pytorch/ch10.py")
+
+# %% [markdown]
 # ## 10.11 Problems
 #
 # *Deeper, 30 minutes.*
