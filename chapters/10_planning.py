@@ -643,7 +643,7 @@ if rank == 0:
 #
 # | on the host | leaves the GPU | over PCIe in a step |
 # | --- | --- | --- |
-# | optimizer state; the host updates | 12 bytes | 2 bytes of gradients down, 2 of parameters up |
+# | optimizer state and gradients; the host updates | 14 bytes | 2 bytes of gradients down, 2 of parameters up |
 # | optimizer state; the GPU updates | 12 bytes | 12 bytes up and 12 down |
 # | all model state; the GPU updates | 16 bytes | at least 16 bytes up: parameters come for forward and backward |
 #
@@ -670,11 +670,11 @@ assert round(on_pcie / (100 / 8 * computing), 2) == 0.09
 
 # %% [markdown]
 # The 7.5B on *one* H100 needs 120 GB of state. With the optimizer's 90 GB on the host it fits, and pays 1.41 s in each
-# step, more than the 1.26 s that 8 sequences of 2048 take to compute. With 100 sequences the price is 9 %.
-# The 70B on 512 H100s (10.6) has only 1.6 GB of optimizer state on each GPU, since ZeRO-1 divides it: offload would
-# cost 0.025 s of a step of 10 s, and free 1.6 GB. So offload is for few GPUs and many tokens per step; with many
-# GPUs ZeRO has done its work. **Activations** can go to the host too: their bytes travel down in forward and up in
-# backward, with every microbatch. The planner knows no offload.
+# step, more than the 1.26 s that 8 sequences of 2048 take to compute. With 100 sequences the price is 9 %. The 70B on
+# 512 H100s (10.6) has only 1.6 GB of optimizer state on each GPU, since ZeRO-1 divides it: offload would cost 0.025 s
+# of a step of 10 s, and free 1.6 GB. So offload is for few GPUs and many tokens per step; with many GPUs ZeRO has done
+# its work. **Activations** can go to the host too: their bytes travel down in forward and up in backward, with every
+# microbatch. The planner knows no offload.
 #
 # ## 10.5 A planner of thirty lines
 #
@@ -818,22 +818,23 @@ from minipar.plan.search import plan
 from minipar.plan.space import SearchSpace
 
 
-def seconds_of_a_step():
+def fastest_on_h100s():
+    """The seconds of a step, and the GB of optimizer state on a GPU."""
     space = SearchSpace(precision=PRECISIONS["bf16"], attention="flash")  # the command's defaults for an H100
-    return plan(llama, Cluster(GPUS["h100"], 512), 512, 8192, space).plans[0].time.total
+    first = plan(llama, Cluster(GPUS["h100"], 512), 512, 8192, space).plans[0]
+    return first.time.total, float(first.memory.optimizer) / 1e9
 
 
-(seconds,) = shared(comm, seconds_of_a_step, [()])
+((seconds, optimizer),) = shared(comm, fastest_on_h100s, [()])
 days = 2e12 / (512 * 8192) * seconds / 86_400
 gpu_hours = 512 * 24 * days
 reveal("days for 2T tokens", round(days, 1), say)
 say(f"{seconds:.2f} s a step, {gpu_hours:,.0f} GPU hours")
-assert (round(seconds, 2), round(days), round(gpu_hours, -4)) == (10.05, 55, 680_000)
+assert (round(seconds, 2), round(days), round(gpu_hours, -4), round(optimizer, 1)) == (10.05, 55, 680_000, 1.6)
 
 # %% [markdown]
-# The steps are 2T / 4.19M = 477,000, and take **55 days, or 0.68 million GPU hours**. Restarts and
-# evaluations come on top (10.8). Llama 2's paper prints 1.72 million hours of A100s (table 2),
-# which have about a third of an H100's peak.
+# The steps are 2T / 4.19M = 477,000, and take **55 days, or 0.68 million GPU hours**. Restarts and evaluations come on
+# top (10.8). Llama 2's paper prints 1.72 million hours of A100s (table 2), which have about a third of an H100's peak.
 #
 # ### The other two models
 #
