@@ -1,4 +1,4 @@
-"""Draw for chapter 5: who holds what (5.1, 5.2), gathers (5.6), identities, times and bytes (5.6, 5.9), hosts (5.11)."""
+"""Draw for chapter 5: who holds what (5.1, 5.2), gathers and times (5.6), bytes (5.9), hosts (5.11)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
