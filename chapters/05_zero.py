@@ -18,23 +18,36 @@
 # without changing a bit of the result: on 64 GPUs 1.88 GB are left on each. The last stage sends 1.5 times as many
 # bytes. At the end of this chapter you can say when that costs time, and when none.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+
+import minipar as mp
+from chapters.support.ch05 import watch
+from chapters.support.instruments import same_bits
+from chapters.support.predict import predict, reveal
 from chapters.support.show import printer
-from minipar.comm import serial, world
+from minipar.comm import chunk_bounds, serial, wire_bytes, world
 
 comm = world()
 rank, d = comm.rank, comm.size  # this rank, and the number of ranks
 say = printer(rank)  # rank 0 prints and draws; every rank checks
+if rank == 0:
+    from chapters.support.ch05 import animate_units, figures
+    from chapters.support.overview import draw_strategies
+    from chapters.support.show import show, show_file
+    from visualize import plot_ledger
+
+# %%
 say(f"{d} rank{'s' if d > 1 else ''}")
 if rank == 0:
-    from chapters.support.ch05 import figures
-    from chapters.support.show import show, show_source
-
     show(figures.draw_model_state((2, 2, 12), ranks=4), "05_model_state")
 
 # %% [markdown]
@@ -50,14 +63,12 @@ if rank == 0:
 
 # %%
 if rank == 0:
-    from chapters.support.overview import draw_strategies
-
     show(draw_strategies(["zero1", "zero2", "zero3"]), "05_here")
 
 # %% [markdown]
 # ## 5.1 Sixteen bytes per parameter
 #
-# *Core, 8 minutes.*
+# *Core, 7 minutes.*
 #
 # Training keeps more than the parameters. For each of them, in mixed precision with Adam (section 3.1 of the paper):
 #
@@ -70,10 +81,10 @@ if rank == 0:
 # | mean of the squared gradient (variance) | fp32 | 4 |
 # | | | **16** |
 #
-# Why an fp32 copy of the parameters? An update is often smaller than $2^{-12}$ of its parameter. That is at most half
-# the distance to the next fp16 value, so it would be rounded away ([chapter 13](13_precision.ipynb)). The three fp32
-# rows are the *optimizer state*, 12 bytes. Without mixed precision there is no second copy: parameter, gradient and two
-# means are $4 + 4 + 8 = 16$ bytes in fp32, and $8 + 8 + 16 = 32$ in float64, in which this chapter runs.
+# The fp32 copy of the parameters is there because an update is often too small to change an fp16 value
+# ([chapter 13](13_precision.ipynb)). The three fp32 rows are the *optimizer state*, 12 bytes. Without mixed precision
+# there is no second copy: parameter, gradient and two means are $4 + 4 + 8 = 16$ bytes in fp32, and $8 + 8 + 16 = 32$
+# in float64, in which this chapter runs.
 #
 # Parameters, gradients and optimizer state together are the **model state**. With $\Psi$ parameters and $d$ ranks:
 #
@@ -88,11 +99,7 @@ if rank == 0:
 
 
 # %%
-from fractions import Fraction
-
-import numpy as np
-
-from minipar.parallel.predicted_memory import FLOAT64, MIXED, elements_held, model_state
+from minipar.parallel.predicted_memory import FLOAT64, MIXED, model_state
 
 
 def bytes_per_rank(psi, ranks, stage):
@@ -112,25 +119,15 @@ for ranks, printed in PAPER.items():
     say(f"{ranks:>5} ranks, stages 0 to 3: {', '.join(f'{float(nbytes) / 1e9:.2f}' for nbytes in exact)} GB")
 
 # %% [markdown]
-# With many ranks stage 1 alone takes three quarters away, and stage 2 seven eighths: 120 GB become 31.4 GB and 16.6 GB
-# on 64 ranks. Both stop at a floor, $4\Psi$ and $2\Psi$, which are 30 GB and 15 GB here. Only stage 3 falls as $1/d$,
-# to 1.88 GB on 64 ranks, so only stage 3 lets a model grow with the number of ranks.
-#
-# ### In the library
-#
-# *Deeper, 2 minutes.*
-#
-# The library's version gives the same bytes. It also handles uneven chunks, other precisions, and accumulated gradients
-# (5.9). The planner of chapter 10 uses it to leave out the layouts that do not fit into a GPU's memory.
-
-# %%
-if rank == 0:
-    show_source(elements_held, model_state)
+# (`model_state` is the library's. The planner of chapter 10 uses it.) With many ranks stage 1 alone takes three
+# quarters away, and stage 2 seven eighths: 120 GB become 31.4 GB and 16.6 GB on 64 ranks. Both stop at a floor, $4\Psi$
+# and $2\Psi$, which are 30 GB and 15 GB here. Only stage 3 falls as $1/d$, to 1.88 GB on 64 ranks, so only stage 3 lets
+# a model grow with the number of ranks.
 
 # %% [markdown]
 # ## 5.2 Stage 1: shard the optimizer state
 #
-# *Core, 10 minutes.*
+# *Core, 8 minutes.*
 #
 # Two facts make the stages possible.
 #
@@ -146,7 +143,7 @@ if rank == 0:
 #
 # No other element appears in this rule. So the rank that has chunk $r$ of the gradient sum can update chunk $r$ of the
 # parameters, with chunk $r$ of the means, and nobody else needs them. Weight decay ($\lambda$) needs no message either:
-# it reads the same element.
+# it reads the same element. (Muon, another optimizer, reads whole matrices: [Muon](more/muon.ipynb).)
 
 # %%
 if rank == 0:
@@ -160,8 +157,6 @@ if rank == 0:
 # `make exercises PYTEST="-k e06"`. The cell has both stages on plain arrays.
 
 # %% tags=["hide-input"]
-from chapters.support.instruments import same_bits
-from minipar.comm import chunk_bounds
 from minipar.nn import AdamW, Parameter
 
 size = 1003
@@ -194,58 +189,36 @@ say(f"optimizer state on rank 0: {state[0]:,} bytes whole, {state[1]:,} as a chu
 # %% [markdown]
 # That is stage 1. It sends $2\Psi\frac{d-1}{d}$ elements, as before. For mixed precision and large $d$ the model state
 # falls from $16\Psi$ to $4\Psi$.
+
+# %% [markdown]
+# ### The norm
 #
-# ### The norm, and the library
+# *Core, 2 minutes.*
 #
-# *Deeper, 7 minutes.*
-#
-# **The norm.** Clipping needs the norm of the *whole* gradient, of which a rank has only its chunks. The chunks are
-# disjoint and complete, so
+# Clipping needs the norm of the *whole* gradient, of which a rank has only its chunks. The chunks are disjoint and
+# complete, so
 #
 # $$\lVert G \rVert^2 = \sum_{r=0}^{d-1} \; \sum_{i \,\in\, \text{chunks of } r} G_i^2 ,$$
 #
 # the inner sum on each rank, the outer one an all-reduce of a single value. Every element counts once. To get the same
-# bits, stage 0 sums in this order too. Where a framework pads the flat array so that $d$ divides it, the padding's
-# gradient must be 0: then it adds nothing to the norm, and AdamW leaves the padding as it is. (The update of Muon,
-# another optimizer, reads whole matrices, which chunks cut: [Muon](more/muon.ipynb) has the remedy.)
-#
-# The library adds three things. Buckets are reduce-scattered during backward, as their gradients become complete, and
-# not after it. The optimizer sees *shards*, the pieces of parameters that lie in this rank's chunks. And when the
-# optimizer has updated them, it calls the wrapper's `after_step`, which gathers the chunks that the other ranks have
-# updated.
-#
-# The buckets lie in one flat array, as in chapter 4. `Chunk` cuts this rank's part of a bucket into one shard for each
-# parameter that has elements in it. A shard is a view, so the optimizer writes into the flat array:
-
-# %%
-from minipar.parallel.chunks import Chunk
-
-if rank == 0:
-    show_source(Chunk.__init__)
-
-# %% [markdown]
-# The hook that sends a complete bucket is chapter 4's. Only what it sends differs: a reduce-scatter whose output is
-# this rank's chunk. After the step all chunks are gathered, all at the same time:
-
-# %%
-from minipar.parallel.zero import ZeroStage1
-
-if rank == 0:
-    show_source(ZeroStage1.reduce, ZeroStage1.after_step)
+# bits, stage 0 sums in this order too.
 
 # %% [markdown]
 # ## 5.3 Stage 2: shard the gradients
 #
 # *Core, 10 minutes.*
 #
+# Two tools come before stage 2: a *ledger*, which counts the memory that a rank holds, and a training loop for all
+# stages. They pay off in 5.4: with them stage 3 is a dozen lines, and is proved to save what it says.
+#
 # After the reduce-scatter a rank needs only its chunk of the gradient. Before it, the full gradient must exist, because
 # backward computes it. So let it exist only then: compute the gradient of one layer, reduce-scatter it, free it, and go
 # on to the layer before.
 #
-# **A ledger** proves such a claim. Every array that outlives the call that made it is announced: `hold("gradients",
-# array)`. The ledger adds its bytes, and takes them off when the array is *really* freed, which a weak reference tells.
-# A reference that somebody forgot shows as memory. There are five kinds: parameters, gradients and optimizer are the
-# model state; *activations* are what forward keeps for backward; *buffers* are copies that live briefly.
+# **The ledger.** Every array that outlives the call that made it is announced: `hold("gradients", array)`. The ledger
+# adds its bytes, and takes them off when the array is *really* freed. A reference that somebody forgot shows as memory.
+# There are five kinds: parameters, gradients and optimizer are the model state; *activations* are what forward keeps
+# for backward; *buffers* are copies that live briefly.
 
 # %%
 from minipar.memory import MemoryLedger, hold
@@ -260,16 +233,9 @@ first = None  # the last reference: the array is freed here
 assert ledger.held["gradients"] == 80
 
 # %% [markdown]
-# Now stage 0 on plain arrays. The model has four layers $y = \tanh(x A)$ without biases, and every rank has its own
-# samples. The loss is half the sum of squares of the output, so the gradient of the output is the output. One training
-# loop serves all stages. A stage says where the matrix of a layer comes from (`weight`) and what becomes of its
-# gradient (`finished`).
+# These functions train under a ledger:
 
 # %%
-from functools import partial
-
-from minipar.comm import wire_bytes
-
 LAYERS, WIDTH, BARE_STEPS = 4, 9, 3
 ONE = WIDTH**2  # parameters of one layer
 ALL = LAYERS * ONE
@@ -295,6 +261,17 @@ def watch_layers(train):
     return bits, [parameters, gradients, optimizer], sent
 
 
+def bytes_sent(*collectives):
+    return BARE_STEPS * LAYERS * sum(wire_bytes(op, algorithm, ONE, 8, d, rank) for op, algorithm in collectives)
+
+
+# %% [markdown]
+# **The loop, and stage 0.** The model has four layers $y = \tanh(x A)$ without biases, and every rank has its own
+# samples. The loss is half the sum of squares of the output, so the gradient of the output is the output. A stage says
+# where the matrix of a layer comes from (`weight`) and what becomes of its gradient (`finished`).
+
+
+# %%
 def initial(layer):
     return np.random.default_rng([1, layer]).normal(0, 0.3, ONE)  # the same values on every rank
 
@@ -322,10 +299,6 @@ def stage_0():
         whole[i].grad = comm.all_reduce(full, algorithm="ring")  # in place
 
     return train_layers(lambda i: whole[i].data.reshape(WIDTH, WIDTH), finished, AdamW(whole))
-
-
-def bytes_sent(*collectives):
-    return BARE_STEPS * LAYERS * sum(wire_bytes(op, algorithm, ONE, 8, d, rank) for op, algorithm in collectives)
 
 
 plain_bits, most, sent = watch_layers(stage_0)
@@ -366,30 +339,13 @@ say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} 
 # %% [markdown]
 # The ledger proves the sentence above: next to its chunks, a rank never holds more than *one* full gradient of a layer.
 #
-# The same bytes on the wire again. Stage 2 sends what stage 1 sends, as long as every step has a single backward. With
-# several, as in a pipeline, it sends more (5.9): stage 1 remains for these.
-#
-# ### In the library
-#
-# *Deeper, 5 minutes.*
-#
-# Nobody writes a training loop with `finished` in it. So the hook of chapter 4 decides: backward completes the buckets
-# in their order, and when one has been sent, `prepare` makes the array for the full gradient of the next. Before that,
-# it waits until at most one older bucket still travels. So at most two full gradients exist at a time, plus one: that
-# of the tied embedding, which is complete only when backward ends. The message alone refers to a full gradient, so the
-# gradient is freed when it has been sent.
-
-# %%
-from minipar.parallel.chunks import allocate_next_gradient
-from minipar.parallel.zero import ZeroStage2
-
-if rank == 0:
-    show_source(ZeroStage2.prepare, allocate_next_gradient, ZeroStage2.reduce)
+# Stage 2 sends what stage 1 sends, as long as every step has a single backward. With several, as in a pipeline, it
+# sends more (5.9).
 
 # %% [markdown]
 # ## 5.4 Stage 3: shard the parameters
 #
-# *Core, 12 minutes.*
+# *Core, 8 minutes.*
 #
 # A block's parameters are needed in the block's forward and in its backward. In between they can live elsewhere. So:
 # gather a unit just before its forward, free it after; gather it again just before its backward, free it for good.
@@ -422,7 +378,7 @@ say(f"stage 3 has the bits of stage 0; parameters on rank 0: at most {most[0]:,}
 
 # %% [markdown]
 # Next to its chunks a rank never holds more than one whole layer. Here is a step of the library's stage 3 with three
-# units on four threads, recorded without the prefetch that comes below. The last unit stays between its forward and its
+# units on four threads, recorded without the prefetch of 5.6. The last unit stays between its forward and its
 # backward, which follows at once:
 #
 # ![Stage 3 on four ranks: units are gathered, used and freed](../visualize/gallery/zero3_units.gif)
@@ -431,19 +387,35 @@ say(f"stage 3 has the bits of stage 0; parameters on rank 0: at most {most[0]:,}
 
 # %%
 if rank == 0:
-    from chapters.support.ch05 import animate_units
-
     show(animate_units.still(animate_units.record()), "05_units")
+
+# %% [markdown]
+# **A model larger than one rank.** Stage 3 trains a model that fits on no single rank, but how does such a model come
+# to be? Each rank would run out of memory if it first made all of it and then kept its chunks, as the library does.
+# Values that are drawn by *name* (chapter 2) need no whole model: a rank draws one matrix, keeps its chunk, and frees
+# the rest.
+
+# %% tags=["hide-input"]
+from minipar.nn.layers import normal
+
+config = mp.GPTConfig(vocab_size=256, n_positions=32, n_embd=64, n_layer=4, n_head=4)  # that of 5.5
+whole = normal(0, "h.3.mlp.c_fc.weight", (64, 256), config.initializer_range)  # the 21st matrix; no other was drawn
+kept = np.array_split(whole.reshape(-1), d)[rank].copy()
+del whole
+joined = np.frombuffer(b"".join(comm.all_gather_bytes(kept.tobytes())))
+assert np.array_equal(joined, mp.GPT(config, dtype="float64").h[3].mlp.c_fc.weight.data.reshape(-1))
+say(f"rank 0 keeps {kept.size} of {joined.size} elements of a matrix, and all ranks together have the library's")
 
 # %% [markdown]
 # ### FSDP in thirty lines
 #
 # *Deeper, 10 minutes.*
-#
-# With an engine for gradients ([chapter 1](01_autograd.ipynb)) stage 3 needs no training loop of
-# its own. It is one operation: **a gather whose backward is a reduce-scatter**. `mapping` makes an operation from two
-# functions on arrays, its forward and its backward. `checkpoint` keeps a layer's input only and runs the layer's
-# forward again in backward ([chapter 2](02_gpt.ipynb)). With it the gathered matrix is not kept between the two.
+
+# %% [markdown]
+# With an engine for gradients ([chapter 1](01_autograd.ipynb)) stage 3 needs no training loop of its own. It is one
+# operation: **a gather whose backward is a reduce-scatter**. `mapping` makes an operation from two functions on arrays,
+# its forward and its backward. `checkpoint` keeps a layer's input only and runs the layer's forward again in backward
+# ([chapter 2](02_gpt.ipynb)). With it the gathered matrix is not kept between the two.
 
 
 # %%
@@ -480,9 +452,6 @@ def fsdp_loss(chunks, x):
 
 
 # %%
-import minipar as mp
-
-
 class Layers(mp.Module):
     """The same layers on one device."""
 
@@ -514,77 +483,27 @@ for chunk, matrix in zip(chunks, library.model.matrices, strict=True):
 say(f"thirty lines = mp.fully_shard, bit for bit, after {BARE_STEPS} steps")
 
 # %% [markdown]
-# ### Prefetch, and the library's words
-#
-# *Deeper, 6 minutes.*
-#
-# The library adds **prefetch**: while a unit computes, the next one's parameters are on their way, so that two units
-# exist at a time. A communicator does one thing after the other. One step of four units, on one rank:
-
-# %%
-if rank == 0:
-    slots = figures.gather_and_free(units=4, forward=2, backward=4, wire=1.5)
-    show(figures.draw_gather_and_free(slots), "05_gather_and_free")
-    without = figures.gather_and_free(units=4, forward=2, backward=4, wire=1.5, prefetch=False)
-    assert (slots[-1].end, without[-1].end) == (27, 40.5)
-
-# %% [markdown]
-# With these durations the step takes 27 units of time, of which 24 are computation; without prefetch it takes 40.5. The
-# last unit's backward follows its forward at once, so it stays gathered.
-#
-# **How large should a unit be?** With $k$ equal units prefetch keeps up to two whole ones, $2\Psi/k$ parameters,
-# besides the chunks. A step has about $3k$ collectives, and each takes at least $(d-1)\alpha$ (5.6). The first gather
-# and the last reduce-scatter hide behind nothing, and they are shorter if units are smaller. So units should be as
-# small as possible, but large enough that a unit's computation hides its gather's latency: usually they are blocks.
-#
-# The words are those of PyTorch's FSDP2: `unshard` starts a gather, and `wait_for_unshard` lets the parameters refer to
-# the array when it has arrived:
-
-# %%
-from minipar.parallel.fsdp import FullyShardedDataParallel as FSDP
-from minipar.parallel.fsdp import Unit
-
-if rank == 0:
-    show_source(Unit.unshard, Unit.wait_for_unshard)
-
-# %% [markdown]
-# Backward of a matrix product reads the weight. How can `reshard` free it? The node keeps the *parameter* object, not
-# its values, and reads the values only in backward, when they have been gathered again. `reshard` also makes mistakes
-# visible: while a unit is freed, its parameters hold a `placeholder`, a single NaN that stands for every element, so
-# that code that uses a parameter at the wrong time computes NaN.
-#
-# The model's parts must notice by themselves that backward arrives. So `run` puts an identity operation on the input of
-# a segment, here a block, and one on its output. Backward goes through the operations in reverse:
-
-# %%
-if rank == 0:
-    show(figures.draw_identities(), "05_identities")
-    show_source(Unit.reshard, FSDP.run)
-    show_source(FSDP.pre_backward, FSDP.gather, FSDP.free)
-
-# %% [markdown]
 # ## 5.5 The four stages side by side
 #
 # *Core, 8 minutes.*
 #
-# A script chooses the stage with one argument and changes nothing else. Its optimizer gets `wrapper.parameters()`. From
-# stage 1 on these are this rank's part of the model. The model is a GPT-2 of toy size in float64, one sample per rank,
-# with gradients clipped so that the norm matters. (`enter` names the phases for the ledger's picture.)
+# With the library a script chooses the stage with one argument. Its optimizer gets `wrapper.parameters()`: from stage 1
+# on these are this rank's part of the model. The model is a GPT-2 of toy size in float64, with one sample per rank, and
+# gradients are clipped so that the norm matters.
 #
 # In every stage a bucket is a *unit*: the parameters of one block, or those of the embedding and the head, which share
-# a matrix. That unit is used first and last: stage 3 gathers it for the embedding and again for the head, where it
-# stays for the backward that follows at once. The embedding's backward does not read the matrix, so there are two
-# gathers, as for a block. Chunk $r$ of each bucket belongs to rank $r$. Equal buckets in all stages mean that the same
-# values are added in the same order.
+# a matrix. Chunk $r$ of each bucket belongs to rank $r$. Equal buckets mean that all stages add the same values in the
+# same order.
+#
+# Stage 3 gathers each unit twice in a step. A block is gathered for its forward and for its backward. The unit of
+# embedding and head is gathered for the embedding's forward and for the head's. The head's backward follows at once, so
+# the unit stays for it; the embedding's backward does not read the matrix.
 
 # %%
-from chapters.support.ch05 import watch
 from minipar.memory import enter
 from minipar.train.data import Batches, load_tokens
 
-T = 32
-STEPS = 3
-CLIP = 0.5
+T, STEPS, CLIP = 32, 3, 0.5
 config = mp.GPTConfig(vocab_size=256, n_positions=T, n_embd=64, n_layer=4, n_head=4)
 text = load_tokens(None, vocab_size=256, seq_len=T)
 
@@ -601,7 +520,7 @@ def train(wrap, m=1, every=False, steps=STEPS, ranks=comm, norm=comm):
     norms = []
     for step in range(steps):
         comm.traffic.reset()
-        enter("forward", restart=True)
+        enter("forward", restart=True)  # names the phase in the ledger's picture
         for j in range(m):
             wrapper.hooks.enabled = every or j == m - 1  # what `with wrapper.no_sync()` changes
             loss = wrapper.loss(*batches.batch(step, [rank * m + j]))
@@ -615,6 +534,11 @@ def train(wrap, m=1, every=False, steps=STEPS, ranks=comm, norm=comm):
     return wrapper, optimizer, losses, norms
 
 
+# %% [markdown]
+# Each stage trains under the ledger. Its bits, its memory and its bytes are compared:
+
+
+# %%
 def run(stage, **options):
     return watch.watch(partial(train, partial(mp.shard, stage=stage), **options))
 
@@ -644,34 +568,42 @@ say(f"the same bits: all {Psi:,} parameters, {STEPS} losses, {STEPS} norms, of w
 # Three claims hold for each stage. Parameters, losses and norms have stage 0's bits, and stage 0 has those of one
 # device (chapter 4). The model state in the ledger **is** the formula's, to the byte. And the bytes sent **are** the
 # closed form's: $2\Psi\frac{d-1}{d}$ elements in stages 0 to 2, $3\Psi\frac{d-1}{d}$ in stage 3, two values for the
-# loss, and one for the norm. (Where $d$ does not divide a bucket, the first ranks have one element more.)
+# loss, and one for the norm.
 #
-# One rank's memory through one step, from the ledger. The horizontal axis has the ledger's changes in order. The dashed
-# line is the formula.
+# One rank's memory through one step, change by change, from the ledger. The dashed line is the formula.
 
 # %%
 if rank == 0:
-    from visualize import plot_ledger
-
     moments = {f"stage {stage}": watched.moments for stage, watched in enumerate(runs)}
     levels = {f"stage {stage}": watched.model_state for stage, watched in enumerate(runs)}
     show(plot_ledger(moments, levels), "05_stages")
 
 # %% [markdown]
 # Below the dashed line, the model state shrinks. Above it is what the formula leaves out. *Activations* grow through
-# forward and shrink through backward, the same in every panel. *Buffers* are, in all stages, room for what arrives in a
-# sum while it runs; in stage 2 also the full gradients of buckets, and in stage 3 also the gathered parameters, of this
-# unit and of the next. At toy size, where a unit is a fifth of the model, they take much of the memory. A model of 96
-# blocks has about a hundred units, of which two are gathered at a time.
-#
+# forward and shrink through backward, the same in every panel. *Buffers* are room for what arrives in a sum; in stage 2
+# also the full gradients of buckets, and in stage 3 also the gathered parameters, of this unit and of the next. They
+# take much of the memory at toy size, where a unit is a fifth of the model, and little of it with 96 blocks.
+
+# %% [markdown]
 # ## 5.6 What stage 3 pays
 #
-# *Deeper, 12 minutes.*
+# *Core, 9 minutes.*
 #
 # Stage 3 sends half as many bytes again, and it pays more *latency*: each unit needs three collectives, not two. With a
 # ring or pairwise messages each of them takes at least $(d-1)\alpha$ (chapter 3). And a late gather costs more than a
 # late reduction. A late reduction delays the end of backward, but a late gather stops a computation that waits for its
-# weights. That is why prefetch matters.
+# weights. So the library **prefetches**: while a unit computes, the next one's parameters are on their way, and two
+# units exist at a time. One step of four units, on one rank, which sends one thing after the other:
+
+# %%
+if rank == 0:
+    slots = figures.gather_and_free(units=4, forward=2, backward=4, wire=1.5)
+    show(figures.draw_gather_and_free(slots), "05_gather_and_free")
+    without = figures.gather_and_free(units=4, forward=2, backward=4, wire=1.5, prefetch=False)
+    assert (slots[-1].end, without[-1].end) == (27, 40.5)
+
+# %% [markdown]
+# With these durations the step takes 27 units of time, of which 24 are computation; without prefetch it takes 40.5.
 #
 # **When is a gather hidden?** A unit has $\Psi_u$ parameters of $w$ bytes. A rank computes $B$ samples of $T$ tokens at
 # $S$ operations per second. A token costs two operations per parameter, so a unit's forward takes $2 B T \Psi_u / S$
@@ -681,8 +613,9 @@ if rank == 0:
 #
 # $$B T \;\ge\; \frac{d-1}{d} \cdot \frac{w\, S\, \beta}{2} .$$
 #
-# In backward computation takes twice as long, and a gather and a reduce-scatter are to be hidden: the same condition.
-# Stage 0 hides a reduce-scatter and an all-gather behind backward: the same again.
+# In backward a unit computes for twice as long, and two messages are to be hidden behind it, a gather and a
+# reduce-scatter. So the condition is the same. It is also stage 0's: a unit's all-reduce is two such messages, a
+# reduce-scatter and an all-gather, and is hidden behind the backward of one unit.
 #
 # Four simulated devices test this on the model clock of chapters 3 and 4, at $10^{12}$ operations per second, with
 # $\alpha = 1\,\mu s$ and $B T = 512$ tokens in fp32, so $w = 4$. Then the right side is 375 tokens at 4 GB/s and 6,000
@@ -692,8 +625,6 @@ if rank == 0:
 # 1.5 times as many bytes?
 
 # %%
-from chapters.support.predict import predict, reveal
-
 predict("a step of stage 3 at 4 GB/s", ...)  # replace the dots by milliseconds
 
 # %%
@@ -715,23 +646,41 @@ if rank == 0:
     show(figures.plot_step_times(times, watch.COMPUTATION), "05_step_times")
 
 # %% [markdown]
-# On the fast network stage 3 costs *nothing*, although it sends half as much again: both take 0.873 ms, of which
-# 0.755 ms are computation. The second gather hides under computation, and what cannot hide is the same in both: the
-# embedding's unit and the first block's. Stage 0 all-reduces them after the last computation. Stage 3 gathers them
-# before the first one and reduce-scatters them after the last. Without prefetch stage 3 takes 1.296 ms: computation
-# stops for each block's gather, and in backward the gather even queues behind the reduce-scatter of the block before.
+# **On the fast network stage 3 costs nothing**, although it sends half as much again: both take 0.873 ms, of which
+# 0.755 ms are computation. What cannot hide is the same in both: the embedding's unit and the first block's. Stage 0
+# all-reduces them after the last computation. Stage 3 gathers them before the first one and reduce-scatters them after
+# the last. Without prefetch it takes 1.296 ms: computation stops for each block's gather.
 #
-# At 0.25 GB/s the wire is the bottleneck. 5.726 ms become 7.985 ms, which is 1.39 times as much: communication takes
-# longer than the computation that could hide it. As computation becomes negligible, the ratio goes towards
-# $3\Psi / 2\Psi = 1.5$. Between hosts the network is often that slow; 5.11 has a remedy.
+# **At 0.25 GB/s the wire is the bottleneck.** 5.726 ms become 7.985 ms, 1.39 times as much. As computation becomes
+# negligible, the ratio goes towards $3\Psi / 2\Psi = 1.5$. Between hosts the network is often that slow; 5.11 has a
+# remedy.
+
+# %% [markdown]
+# ### How large should a unit be?
 #
-# And on the fast network stage 1 is slower than stage 0, with the same bytes: 0.994 ms. Stage 0 does its whole
+# *Deeper, 2 minutes.*
+
+# %% [markdown]
+# With $k$ equal units prefetch keeps up to two whole ones, $2\Psi/k$ parameters, besides the chunks. A step has about
+# $3k$ collectives, and each takes at least $(d-1)\alpha$. The first gather and the last reduce-scatter hide behind
+# nothing, and they are shorter if units are smaller. So units should be as small as possible, but large enough that a
+# unit's computation hides the latency of the next one's gather: usually they are blocks. With $k = 1$, the whole model,
+# nothing is left to be prefetched, and all parameters are on every rank at once.
+
+# %% [markdown]
+# ### Stage 1's gather is not hidden
+#
+# *Deeper, 2 minutes.*
+
+# %% [markdown]
+# On the fast network stage 1 is slower than stage 0, with the same bytes: 0.994 ms. Stage 0 does its whole
 # all-reduce during backward. In stage 1 the second half, the gather, follows the optimizer's step, where nothing
 # computes. (Megatron can overlap it with the next forward, `--overlap-param-gather`. Stage 3 does so by its nature.)
-#
+
+# %% [markdown]
 # ## 5.7 What no stage divides
 #
-# *Core, 4 minutes.*
+# *Core, 3 minutes.*
 #
 # The model state is divided by $d$; activations are not, nor are buffers. Activations depend on the rank's own samples.
 # More ranks with the same global batch mean fewer samples each, but one sample is the least.
@@ -749,33 +698,23 @@ for stage, watched in enumerate(runs):
 # 2022), and the layer's $12h^2$ parameters at stage 3 take $192h^2/d$. With $h = 4096$, $a = 32$, $d = 64$ and one
 # sample of 2,048 tokens that is 956 MB of activations against 50 MB of state per layer.
 #
-# What helps is recompute (chapter 2), which every stage allows: keep each block's input, forget its inside, compute it
-# again in backward. The second forward of a block then runs inside its backward, where the block is gathered anyway; it
-# costs no third gather. Tensor, sequence and pipeline parallelism divide activations.
-#
-# ## 5.8 A model larger than one rank
-#
-# *Deeper, 3 minutes.*
-#
-# Stage 3 trains a model that fits on no single rank. But how does such a model come to be? If each rank first makes all
-# of it and then keeps its chunks, as the library does, it runs out of memory before the first step. Values that are
-# drawn by *name* (chapter 2) need no whole model: a rank draws one matrix, keeps its chunk, and frees the rest.
-# (PyTorch's parameters on the device `meta` and `deepspeed.zero.Init` do so unit by unit.)
+# What helps is recompute (chapter 2), which every stage allows. The second forward of a block runs inside its backward,
+# where the block is gathered anyway; it costs no third gather. Tensor and sequence parallelism divide activations.
 
-# %%
-from minipar.nn.layers import normal
+# %% [markdown]
+# ## 5.8 How the library does it
+#
+# *Deeper, 2 minutes.*
 
-whole = normal(0, "h.3.mlp.c_fc.weight", (64, 256), config.initializer_range)  # the 21st matrix; no other was drawn
-kept = np.array_split(whole.reshape(-1), d)[rank].copy()
-del whole
-joined = np.frombuffer(b"".join(comm.all_gather_bytes(kept.tobytes())))
-assert np.array_equal(joined, mp.GPT(config, dtype="float64").h[3].mlp.c_fc.weight.data.reshape(-1))
-say(f"rank 0 keeps {kept.size} of {joined.size} elements of a matrix, and all ranks together have the library's")
+# %% [markdown]
+# Nobody writes a training loop with `weight` and `finished` in it. The library's model is an ordinary one, and hooks in
+# its forward and backward gather, free and reduce-scatter at the right time, while the model computes.
+# [ZeRO in the library](more/fsdp_listings.ipynb) shows these functions, stage by stage.
 
 # %% [markdown]
 # ## 5.9 Gradient accumulation, and why pipelines object
 #
-# *Deeper, 8 minutes.*
+# *Core, 5 minutes.*
 #
 # Let a rank run $m$ microbatches per step and add up their gradients. In stages 0 and 1, `no_sync` keeps them in the
 # full gradient and sends once. In stages 2 and 3 there is no full gradient to add to. There are two ways out:
@@ -784,10 +723,8 @@ say(f"rank 0 keeps {kept.size} of {joined.size} elements of a matrix, and all ra
 #   until the last backward, next to the chunks. The saving of stage 2 is gone.
 # - **Reduce-scatter after every microbatch** and add up the chunks. Memory: $\Psi/d$. Bytes: $m$ reduce-scatters.
 #
-# Stage 3 also gathers parameters for every microbatch, twice. (It could keep them gathered until the last backward, as
-# PyTorch's FSDP2 does with `reshard_after_forward=False` and `set_reshard_after_backward(False)`. That is one gather
-# instead of $2m$, so $2\Psi$ in all with `no_sync`. But then all parameters and gradients are on every rank, and only
-# the saving of stage 1 is left. minipar has no such mode.) Elements sent per rank and step, each times $\frac{d-1}{d}$:
+# Stage 3 also gathers parameters for every microbatch, twice. Elements sent per rank and step, each times
+# $\frac{d-1}{d}$:
 #
 # | | reduce-scatter | all-gather | together |
 # | --- | --- | --- | --- |
@@ -828,19 +765,21 @@ if rank == 0 and d > 1:
     show(figures.plot_microbatches(formulas, counted), "05_microbatches")
 
 # %% [markdown]
-# (The two ways add in another order, over ranks first or over microbatches first, so they agree only up to rounding.)
+# (The two ways add in another order, so they agree only up to rounding.)
 #
 # **Why ZeRO 2 and 3 and pipelines do not fit together.** A pipeline needs many microbatches: with $p$ ranks its idle
-# fraction is $(p-1)/(m+p-1)$ (chapter 7), so $m$ is several times $p$. For each of them, stage 2 pays a reduce-scatter
-# or gives back its gradient memory. The parameters of stage 3 must also be gathered again for each microbatch's forward
-# and backward. What is sent once per step without microbatches is now sent $m$ times, and each time only the work of
-# one microbatch can hide it. The figures above are this cost, without a pipeline. That is why Megatron and DeepSpeed
-# combine pipelines with stage 1, whose communication is once per step whatever $m$ is. Chapter 10 counts it.
-#
+# fraction is $(p-1)/(m+p-1)$ (chapter 7), so $m$ is several times $p$. For each of them stage 2 pays a reduce-scatter
+# or gives back its gradient memory, and stage 3 gathers the parameters twice. What is sent once per step without
+# microbatches is now sent $m$ times, and each time only the work of one microbatch can hide it. That is why Megatron
+# and DeepSpeed combine pipelines with stage 1, whose communication is once per step whatever $m$ is. Chapter 10 counts
+# it.
+
+# %% [markdown]
 # ## 5.10 Mistakes, and what notices them
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # Four mistakes (`chapters/support/ch05/watch.py` has them). The instruments:
 #
 # - **loss**: is the last loss off by more than 5 %?
@@ -867,12 +806,12 @@ predict("4. never released", ...)
 
 # %%
 broken = {
-    "1. own chunk's norm": (partial(train, ZeroStage1, norm=serial()), one),
+    "1. own chunk's norm": (partial(train, partial(mp.shard, stage=1), norm=serial()), one),
     "2. no all-gather": (partial(train, watch.NoGather), one),
     "3. shard off by one": (partial(train, watch.OffByOne), one),
     "4. never released": (partial(train, watch.NeverFrees), three),
 }
-assert watch.examine(watch.watch(partial(train, ZeroStage1)), plain, one) == set()  # nothing broken, nothing seen
+assert watch.examine(run(1), plain, one) == set()  # nothing broken, nothing seen
 caught = {}
 for name, (run_broken, right) in broken.items():
     caught[name] = watch.examine(watch.watch(run_broken), plain, right)
@@ -904,7 +843,8 @@ if d > 1:  # the first three need a second rank to be mistakes
 # ## 5.11 Hybrid sharding
 #
 # *Deeper, 12 minutes.*
-#
+
+# %% [markdown]
 # Stage 3 over 1,024 GPUs gathers each block over 1,024 GPUs, and most of these messages leave their hosts. Inside a
 # host of 8 GPUs the network is ten or twenty times as fast. **Hybrid sharding** uses both: let $d$ ranks be $q$
 # *replicas* of $s = d/q$ ranks each. The $s$ ranks of a replica, those of one host, hold all shards together. Ranks at
@@ -929,7 +869,13 @@ if rank == 0:
 # all-reduce of the gradient between hosts, and each GPU's network card carries its own part. For this, memory is
 # $16\Psi/s$ and not $16\Psi/d$: it stops falling when a host is full. In the library it is a communicator in two
 # levels, which the stages take as any other: `mp.shard(model, mp.HybridComm(comm, q), 3)`. In the trainer it is
-# `--zero-replicas`:
+# `--zero-replicas`.
+#
+# **Predict** for two replicas of four ranks: how many elements does a rank send between the replicas, as a multiple of
+# $\Psi$?
+
+# %%
+predict("sent between two replicas of 4 ranks, times Psi", ...)
 
 # %%
 q = 2 if d % 2 == 0 else d  # two replicas, or for an odd number of ranks as many as ranks
@@ -951,17 +897,19 @@ values = total("all_reduce", "ordered", [2], d, rank) + total("all_reduce", "ord
 assert sum(hybrid.sent.values()) == inside + between + values
 difference = np.abs(hybrid.bits - plain.bits).max() / np.abs(plain.bits).max()
 assert difference < 1e-12
+assert abs(between / (8 * Psi) - 2 / s * (q - 1) / q) < 0.01
+sent = total("all_reduce", "ordered", [Psi // 4], ranks=2, r=0)  # whatever the number of ranks of this run
+reveal("sent between two replicas of 4 ranks, times Psi", round(sent / (8 * Psi), 2), say)
 say(f"{q} replicas of {s}: model state {hybrid.model_state / 2**20:.3f} MiB on rank 0")
 say(f"stage 3 over all {d}: {three.model_state / 2**20:.3f} MiB")
 say(f"rank 0 sends {inside / 2**20:.3f} MiB inside its replica and {between / 2**20:.3f} MiB between them")
 say(f"parameters, losses and norms agree with stage 0 to {difference:.0e}: the sums are nested, (0+1)+(2+3)")
 
 # %% [markdown]
-# **Predict**: 8 simulated devices on two hosts of 4, with 4 GB/s inside a host and 1 GB/s between them. By which factor
-# is a step with two replicas shorter than one of stage 3 over all 8?
-
-# %%
-predict("hybrid sharding is faster by the factor", ...)
+# Stage 3 over all 8 ranks sends $3 \cdot \frac78\Psi$ elements per rank. Of these its two gathers alone send
+# $2 \cdot \frac48\Psi = \Psi$ to the four ranks of the other host, where hybrid sharding sends $\Psi/4$. What is that
+# worth in time? On the model clock, 8 devices on two hosts of 4, with 4 GB/s inside a host, and with 1 GB/s or 4 GB/s
+# between them:
 
 # %%
 HYBRID = {"stage 0": (0, 1), "stage 1": (1, 1), "stage 3 over 8": (3, 1), "stage 3, 2 replicas": (3, 2)}
@@ -974,8 +922,7 @@ if rank == 0:
     assert [round(seconds * 1e3, 2) for seconds in slow.values()] == [2.30, 1.99, 2.22, 0.94]
     equal = times["4.0 GB/s between hosts"]
     assert [round(seconds * 1e3, 2) for seconds in equal.values()] == [1.14, 1.19, 1.09, 0.89]
-    factor = slow["stage 3 over 8"] / slow["stage 3, 2 replicas"]
-    reveal("hybrid sharding is faster by the factor", round(factor, 2), say)
+    say(f"hybrid sharding is faster by the factor {slow['stage 3 over 8'] / slow['stage 3, 2 replicas']:.2f}")
     show(figures.plot_step_times(times, watch.COMPUTATION), "05_hosts")
 
 # %% [markdown]
@@ -987,44 +934,53 @@ if rank == 0:
 # latencies, too, both would take 0.91 ms, equal as in 5.6.
 #
 # **Does it win in practice?** InternEvo's authors trained a model of 7 billion parameters on A100s, 8 per host, with
-# four network cards of 100 Gb/s per host. Here it is stage 1 whose state is sharded over all GPUs, or over the 8 of a
-# host ([their table](https://github.com/InternLM/InternEvo/blob/develop/doc/en/train_performance.md)):
-
-# %%
-if rank == 0:
-    show(figures.plot_throughput(), "05_internevo")
-
-# %% [markdown]
-# On 1,024 GPUs sharding within the host trains 1.6 times as many tokens per second. The state is larger, 12/8 instead
-# of 12/1024 bytes per parameter, which is 10.5 GB for this model.
+# four network cards of 100 Gb/s per host. They sharded stage 1's state over all GPUs, or over the 8 of a host
+# ([their table](https://github.com/InternLM/InternEvo/blob/develop/doc/en/train_performance.md)). On 1,024 GPUs
+# sharding within the host trains 3,625 tokens per second and GPU instead of 2,271: 1.6 times as many. The state is
+# larger, 12/8 instead of 12/1024 bytes per parameter, which is 10.5 GB for this model.
 #
 # So hybrid sharding wins where $16\Psi/s$ fits into a GPU and the network between hosts is the bottleneck. It loses
 # where the model needs every GPU's memory: 70 billion parameters at stage 3 within 8 GPUs are 140 GB on each. Then a
 # replica must span several hosts, $s = 16$ or more.
-#
+
+# %% [markdown]
 # ## 5.12 PyTorch's names
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | minipar | PyTorch | DeepSpeed, Megatron-LM |
 # | --- | --- | --- |
 # | `shard(model, comm, 1)` | `ZeroRedundancyOptimizer` | ZeRO stage 1, `--use-distributed-optimizer` |
-# | `shard(model, comm, 2)` | near it: `reshard_after_forward=False` | ZeRO stage 2 |
+# | `shard(model, comm, 2)` | `SHARD_GRAD_OP` (FSDP1), `reshard_after_forward=False` (FSDP2) | ZeRO stage 2 |
 # | `fully_shard(model, comm)` | `fully_shard` (FSDP2), `FULL_SHARD` (FSDP1) | ZeRO stage 3 |
 # | `fully_shard(model, HybridComm(comm, 2))` | the same on a 2-D mesh, `HYBRID_SHARD` (FSDP1) | `mics_shard_size` |
 # | unit | a module for which `fully_shard` was called | a submodule |
 # | chunk of a unit's flat array | FSDP1: `FlatParameter`; FSDP2: a DTensor per parameter, `Shard(0)` | flat, padded |
 # | `unshard`, `wait_for_unshard`, `reshard` | the same names | `GatheredParameters` |
+# | values drawn by name (5.4) | parameters on the device `meta` | `deepspeed.zero.Init` |
 # | `prefetch` | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
 # | `no_sync` | `set_requires_gradient_sync(False)` | |
 # | `wrapper.parameters()`: shards | `model.parameters()`: DTensors | the optimizer's fp32 partitions |
 #
-# The same in PyTorch: `chapters/pytorch/ch05.py`.
+# PyTorch's two of ZeRO 2's row are near it: they gather a unit's parameters before its forward, and free them after its
+# backward, so that all parameters are on every rank between the two. With $m$ microbatches FSDP2 can also keep them
+# until the last backward (`set_reshard_after_backward(False)`). That is one gather instead of $2m$, so $2\Psi$ in all
+# with `no_sync`. But then all parameters and gradients are on every rank, and only the saving of stage 1 is left.
+# minipar has no such mode.
 #
+# The same in PyTorch: [chapters/pytorch/ch05.py](pytorch/ch05.py).
+
+# %%
+if rank == 0:
+    show_file("chapters/pytorch/ch05.py")
+
+# %% [markdown]
 # ## 5.13 Problems
 #
 # *Deeper, 30 minutes.*
-#
+
+# %% [markdown]
 # The answers are in 5.14, and the cell at its end computes them.
 #
 # 1. A model of 13 billion parameters is trained in mixed precision on 8 GPUs of 80 GB. Activations and buffers take 20
@@ -1045,7 +1001,8 @@ if rank == 0:
 # 5. A model of 30 billion parameters is trained at stage 3 on 64 GPUs, 8 per host. How many GB of model state does each
 # hold over all GPUs, and with 8 replicas? How many GB in 16 bits does each GPU send between hosts per step with 8
 # replicas?
-#
+
+# %% [markdown]
 # ### For you
 #
 # 1. Hide stage 1's gather: let the next forward start while that of `after_step` is under way. What must a unit's
@@ -1059,11 +1016,13 @@ if rank == 0:
 # take its next step; the batch of a step depends on the seed and the step's number only. Which arrays must it hold, in
 # which form, and which results of the continued run will differ in their last bits from those of 8 ranks? (The global
 # batch divides by both.)
-#
+
+# %% [markdown]
 # ## 5.14 Answers
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # <details><summary>Answers</summary>
 #
 # Of the problems:
@@ -1086,7 +1045,7 @@ if rank == 0:
 #
 # 2. One all-gather of a block, $\frac{d-1}{d}\Psi_u$ elements per rank. The peak of the step does not rise, because the
 # library gathers the last block again already when the head's forward begins, so that it is there for backward: it is
-# away for a moment only (unit 2 in the schematic of 5.4). The first block would stay through all of forward and
+# away for a moment only (unit 2 in the picture of 5.6). The first block would stay through all of forward and
 # backward.
 #
 # 3. Parameters, both means of AdamW, and the number of the step. Each array is stored under its parameter's name as
@@ -1099,6 +1058,8 @@ if rank == 0:
 # %% tags=["hide-input"]
 fits = [float(bytes_per_rank(13 * 10**9, 8, stage)) / 1e9 + 20 for stage in range(4)]
 assert fits == [228, 91.5, 68.75, 46]
+
+assert round(3625 / 2271, 1) == 1.6 and round(12 * 7 / 8, 1) == 10.5  # 5.11: InternEvo's table, GB of its state
 
 once_around = float(13 * 2 * Fraction(7, 8))  # GB of one reduce-scatter or all-gather of everything, per GPU
 assert [times * once_around for times in (2, 8 + 1, 3 * 8)] == [45.5, 204.75, 546]

@@ -18,24 +18,33 @@
 # all: an hour on such a cluster costs thousands of dollars. But almost everything in a step can be counted before it
 # runs. A *planner* counts parameters, activations, bytes and bubbles, puts a price on each, and searches.
 #
-# At the end of this chapter you have a planner of thirty lines, and you know how far to believe it.
+# At the end you have a planner of thirty lines, and you know how far to believe it.
 
-# %% tags=["active-ipynb"]
+# %% tags=["active-ipynb", "setup"]
 # from chapters.support.notebook import start
 #
 # cluster = start(8)
 
-# %%
+# %% tags=["setup"]
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+
+from chapters.support.ch10.three_models import LARGE, MIDDLE, SMALL, funnel
+from chapters.support.predict import predict, reveal
+from chapters.support.share_work import shared
 from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()  # sets one BLAS thread for each rank; some times here are measured
 rank = comm.rank
 say = printer(rank)  # rank 0 prints and draws; every rank checks
+if rank == 0:
+    from chapters.support.ch10 import figures
+    from chapters.support.overview import draw_strategies
+    from chapters.support.show import show, show_file
 
 # %%
-from chapters.support.ch10.three_models import LARGE, MIDDLE, SMALL, funnel
-
 left = funnel()  # the layouts that are left after each test
 assert [len(each) for each in (left.every, left.fitting, left.quiet, left.busy)] == [4248, 1417, 641, 132]
 by_seconds = sorted(left.fitting, key=lambda layout: left.times[layout].total)
@@ -43,31 +52,25 @@ best = by_seconds[0]
 worst = by_seconds[-1]
 assert best in left.busy and round(left.times[worst].total / left.times[best].total) == 18
 if rank == 0:
-    from chapters.support.ch10 import figures
-    from chapters.support.show import show
-
     show(figures.draw_funnel(left.every, left.fitting, left.quiet, left.busy, left.times), "10_funnel")
 
 # %% [markdown]
 # The left half counts the layouts that are left after each of three tests. **Memory** says what is possible at all.
 # **Bandwidth** says which axis may lie on which wires. The **bubble** says how far a pipeline may grow. Bandwidth keeps
 # layouts that wait for messages at most 10 % of a step, and the bubble those that also idle at most 10 %. The right
-# half shows what a step is spent on in three of the layouts: one that loses at the second test, one that loses at the
-# third, and the fastest of all that fit. Sections 10.2 to 10.4 take one test each, write its formula on plain values,
-# and compare it with the library's planner.
+# half shows what a step is spent on in three layouts: one that loses at the second test, one that loses at the third,
+# and the fastest of all that fit. Sections 10.2 to 10.4 take one test each.
 #
 # Of the strategies of this course a planner places these:
 
 # %%
 if rank == 0:
-    from chapters.support.overview import draw_strategies
-
     show(draw_strategies(["dp", "zero1", "zero2", "zero3", "tp", "pp"]), "10_here")
 
 # %% [markdown]
 # ## 10.1 Count
 #
-# *Core, 5 minutes.*
+# *Core, 4 minutes.*
 #
 # A GPT ([chapter 2](02_gpt.ipynb)) has $L$ layers of hidden size $h$, a vocabulary of $V$, and sequences of $T$ tokens.
 # A layer has $12h^2 + 13h$ parameters. A product of an $i \times j$ and a $j \times k$ matrix takes $2ijk$ operations,
@@ -106,11 +109,13 @@ for name in ("gpt2", SMALL, "gpt3-175b", LARGE):
 # The rule leaves out attention's core, which is $T/(6h)$ of a layer's other products, so it is worst for the smallest
 # model. In Llama 2 70B queries share heads of keys and values, and a gated MLP has a third matrix: $12.75h^2$. The
 # planner counts the columns that a model has. The formulas of this chapter are GPT's.
-#
+
+# %% [markdown]
 # ### Utilization
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # The **model FLOPs utilization** (MFU; Chowdhery et al. 2022, arXiv 2204.02311) is the number of operations that the
 # *model* needs, divided by what the GPUs' peak would have done in that time. Work that is repeated to save memory does
 # not count. In the **hardware FLOPs utilization** (HFU) it does. Korthikanti et al. (2022, arXiv 2205.05198, table 5)
@@ -162,10 +167,11 @@ assert abs(shares[65_536][3] - 38.13) < 0.01  # HFU
 # token multiplies nothing, so a second matrix for that does not belong into $6N$. For GPT-2 (124 million) N with or
 # without embedding differs by 31 %. **Which peak**: an H100's 989 TFLOP/s are for dense products. Its data sheet
 # prints twice as many, for products with half of their values zero, and with that peak every share is half as large.
-#
+
+# %% [markdown]
 # ## 10.2 Memory first
 #
-# *Core, 12 minutes.*
+# *Core, 9 minutes.*
 #
 # A rank holds four things: parameters, gradients, the optimizer's state, and the activations that backward needs.
 #
@@ -189,9 +195,6 @@ assert abs(shares[65_536][3] - 38.13) < 0.01  # HFU
 # `make exercises PYTEST="-k e13"`. The cell has it in some twenty lines, and compares them with the planner.
 
 # %% tags=["hide-input"]
-from fractions import Fraction
-from itertools import product
-
 from minipar.plan.layout import Layout
 from minipar.plan.model import RECOMPUTE
 from minipar.plan.rank_bytes import memory
@@ -240,8 +243,6 @@ say(f"{compared:,} layouts: each of the four parts == the planner's, to the byte
 # unit that ZeRO-3 has gathered. The activations of one GPT-3 sequence, with each way of saving memory:
 
 # %%
-from dataclasses import replace
-
 from minipar.plan.rank_bytes import layer_activations
 
 tp = Layout(1, 8, 1, 1, 1)
@@ -261,7 +262,8 @@ assert widths == [114, 23, 14.25, 4.25, 0.25]
 # %% [markdown]
 # From 114 bytes per element to 4.25: tp with sequence parallelism divides by 8, selective recompute by another 3.4. It
 # repeats 3 % of forward at these sizes. Full recompute repeats all of forward, a third more of everything.
-#
+
+# %% [markdown]
 # ### What fits
 #
 # *Core, 5 minutes.*
@@ -270,8 +272,6 @@ assert widths == [114, 23, 14.25, 4.25, 0.25]
 # microbatch is one sequence of 4096 tokens, and nothing is recomputed. How many GB does a GPU need in all?
 
 # %%
-from chapters.support.predict import predict, reveal
-
 predict("GB of a GPU, 70B on 64 with ZeRO-3", ...)  # replace the dots by a value
 
 # %%
@@ -317,11 +317,13 @@ assert middle["tp 8 x pp 8, GPipe"].total > middle["1F1B"].total > ROOM > middle
 # at once need less than half of the memory, without any ZeRO.
 #
 # So two families of layouts fit large models: ZeRO-3 with recompute, or tp and pp with a little ZeRO. Bandwidth chooses
-# between them.
-#
+# between them. (A third way out is *offload*: state lies in the host's memory. Its price is 12 to 16 bytes per
+# parameter over PCIe in each step; [10.4](#a-fourth-wire-offload-to-the-host) compares it with the step's seconds.)
+
+# %% [markdown]
 # ## 10.3 Then bandwidth
 #
-# *Core, 12 minutes.*
+# *Core, 5 minutes.*
 #
 # What does a rank send in a step, with $m$ microbatches of $B$ sequences? A ring all-gather or reduce-scatter of $n$
 # bytes over $r$ ranks sends $n\,\frac{r-1}{r}$, an all-reduce twice that ([chapter 3](03_collectives.ipynb)).
@@ -368,7 +370,7 @@ say(f"{len(cases)} layouts of GPT-3: bytes over tp, pp and dp == the planner's")
 # %% [markdown]
 # ### One value for each wire
 #
-# *Core, 8 minutes.*
+# *Core, 7 minutes.*
 #
 # An A100 sends 300 GB/s to the other seven GPUs of its host (NVLink), and 25 GB/s through its network card to all
 # others. A program gets some 80 % of both. A large product gets, say, 75 % of the peak of 312 TFLOP/s, about what
@@ -430,10 +432,11 @@ assert round(tp, 3) == 2.222 and pp < 0.005
 # of [chapter 9](09_3d_parallel.ipynb) places it. pp (with 12 layers per stage) costs less than half a percent, so any
 # wire will do. dp is in between: each microbatch of a replica must have enough tokens to hide behind. On the network
 # these are 11,700, six sequences of 2048.
-#
+
+# %% [markdown]
 # ### Over the whole step
 #
-# *Core, 5 minutes.*
+# *Core, 4 minutes.*
 #
 # GPT-3 on 128 A100s, 8 stages, a batch of 512, tp and dp sharing the remaining factor of 16; then tp 8 x pp 8 with more
 # and more replicas for the same batch:
@@ -471,11 +474,13 @@ if rank == 0:
 # parameters whatever the batch, so dp's line does not fall. **Sooner or later every cluster is too large for its
 # batch**, and then dp is what is left: at dp 64 it takes 47 % of the computation, with only the last of eight
 # microbatches to hide behind.
-#
+
+# %% [markdown]
 # ### Latencies, and what hides
 #
 # *Deeper, 6 minutes.*
-#
+
+# %% [markdown]
 # **Latencies** come on top. In a ring of $d$ ranks a gather or a reduce-scatter takes $d - 1$ messages, one after the
 # other: $(d-1)\,\alpha$ seconds for each layer, however few its bytes are. $\alpha$ is 14 µs on the network and 3.4 µs
 # on NVLink. A layer of the 7.5B with tp 8 has 50 MB of gradients on each rank, 2.5 ms on the network: from 180 replicas
@@ -511,7 +516,8 @@ assert [round(100 * part) for part in left.values()] == [79, 58, 16, 3, 3]
 # %% [markdown]
 # The rule is right about where it turns; the last layer's gradients have nothing to hide behind. What hides is not
 # free: the planner charges 20 % of its time, since NCCL's kernels take some of the GPU's cores.
-#
+
+# %% [markdown]
 # ## 10.4 Then the bubble
 #
 # *Core, 6 minutes.*
@@ -575,7 +581,8 @@ if rank == 0:
 # ### ZeRO-3 alone, with tp, or tp x pp?
 #
 # *Deeper, 12 minutes.*
-#
+
+# %% [markdown]
 # Section 10.2 left two families. **[Exercise 29](exercises/e29_where_zero3_loses.py)** asks from which cluster on the
 # first one loses: `make exercises PYTEST="-k e29"`.
 #
@@ -596,7 +603,6 @@ if rank == 0:
 
 # %%
 from chapters.support.ch10.three_models import fastest
-from chapters.support.share_work import shared
 
 FAMILIES = {"ZeRO-3": (1, 1, 3), "tp 2, ZeRO-3": (2, 1, 3), "tp 8, ZeRO-3": (8, 1, 3), "tp 8 x pp 8, ZeRO-1": (8, 8, 1)}
 sizes = (64, 256, 1024, 2048, 4096)
@@ -628,19 +634,66 @@ if rank == 0:
 # - **4096**: $g\nu$ = 8,192. By the formulas the exposed gathers take 0.43 of the computing time, and the pipeline's
 #   bubble 7/16 = 0.44: almost a tie. The planner adds the latencies of the gathers and what hidden communication costs
 #   the computation, so that they take 0.76 of it. The pipeline has little of either, and is clearly faster.
-#
+
+# %% [markdown]
 # ### The third wire: a GPU's own memory
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # A product also waits for its GPU's memory (HBM). An A100 with 2 TB/s needs $S\beta_{\text{HBM}}$ = 115 operations per
 # byte, which products in training exceed. LayerNorm, gelu, dropout and residual sums do about one, and always run at
 # the memory's speed. This is the *roofline* (Williams et al. 2009): time is the larger of operations / $S$ and bytes
 # $\cdot\,\beta$, on this wire as on the others. The planner prices all work this way.
+
+# %% [markdown]
+# ### A fourth wire: offload to the host
 #
+# *Deeper, 4 minutes.*
+
+# %% [markdown]
+# State may also lie in the host's memory and travel over PCIe. NVIDIA's data sheets give an H100 (SXM) 128 GB/s of it
+# and an A100 64 GB/s, both directions together, so one direction has half. Per parameter of a rank:
+#
+# | on the host | leaves the GPU | over PCIe in a step |
+# | --- | --- | --- |
+# | optimizer state and gradients; the host updates | 14 bytes | 2 bytes of gradients down, 2 of parameters up |
+# | optimizer state; the GPU updates | 12 bytes | 12 bytes up and 12 down |
+# | all model state; the GPU updates | 16 bytes | at least 16 bytes up: parameters come for forward and backward |
+#
+# The first row is ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840). It sends least, but there the host's memory, which
+# eight GPUs share, moves the update's 30 bytes per parameter, 16 read and 14 written.
+#
+# The second row takes $12\Psi'\beta$ seconds, if both directions are busy at a time. Beside it the rank computes for
+# $6\Psi' N / S$ seconds, where $N$ tokens pass through its parameters in a step. So $12\Psi'\beta$ is the smaller one
+# from $N = 2S\beta$ tokens on. It hides behind nothing by itself: the norm of the gradients comes first, then the
+# update.
+
+# %%
+PCIE = {"a100": 64e9 / 2, "h100": 128e9 / 2}  # bytes per second in one direction
+least = {kind: 2 * S[kind] / PCIE[kind] for kind in PCIE}
+on_pcie = 12 * 7.5e9 / PCIE["h100"]  # 7.5B on one H100
+computing = 6 * 7.5e9 * 8 * 2048 / S["h100"]  # a step of 8 sequences
+in_a_plan = 1.6e9 / PCIE["h100"]  # GB of optimizer state that ZeRO-1 leaves a GPU in the plan of 10.6
+for kind, tokens in least.items():
+    say(f"{kind.upper()}: PCIe takes less time than the computation from {tokens:,.0f} tokens of a step on")
+say(f"7.5B on an H100: {on_pcie:.2f} s beside {computing:.2f} s for 8 sequences; 70B on 512: {in_a_plan:.3f} s")
+assert [round(each) for each in least.values()] == [14625, 18235]
+assert (round(on_pcie, 2), round(computing, 2), round(in_a_plan, 3)) == (1.41, 1.26, 0.025)
+assert round(on_pcie / (100 / 8 * computing), 2) == 0.09
+
+# %% [markdown]
+# The 7.5B on *one* H100 needs 120 GB of state. With the optimizer's 90 GB on the host it fits, and pays 1.41 s in each
+# step, more than the 1.26 s that 8 sequences of 2048 take to compute. With 100 sequences the price is 9 %. The 70B on
+# 512 H100s (10.6) has only 1.6 GB of optimizer state on each GPU, since ZeRO-1 divides it: offload would cost 0.025 s
+# of a step of 10 s, and free 1.6 GB. So offload is for few GPUs and many tokens per step; with many GPUs ZeRO has done
+# its work. **Activations** can go to the host too: their bytes travel down in forward and up in backward, with every
+# microbatch. The planner knows no offload.
+
+# %% [markdown]
 # ## 10.5 A planner of thirty lines
 #
-# *Core, 6 minutes.*
+# *Core, 5 minutes.*
 #
 # With the functions of this chapter a planner is thirty lines: go through the layouts, drop what does not fit, price
 # the rest, take the fastest. What is exposed of dp: at ZeRO-0 and 1 what is longer than the last microbatch's backward
@@ -700,10 +753,11 @@ assert places == [0, 0, 0, 9]
 # choice is its tenth: to recompute the scores means to carry them through the GPU's memory once more, which our thirty
 # lines do not price. The library adds more schedules, elementwise work, small products that do not reach $S$, latencies
 # and buffers, and it simulates the five best layouts action by action.
-#
+
+# %% [markdown]
 # ## 10.6 Three models, 64 to 4096 GPUs
 #
-# *Core, 8 minutes.*
+# *Core, 7 minutes.*
 #
 # The models, each with the batch that it, or one like it, was trained with:
 #
@@ -714,11 +768,11 @@ assert places == [0, 0, 0, 9]
 # | 1T | 128, 25600 | 2048 | 3072 sequences, 6.3M tokens | Narayanan et al. 2021, table 1 |
 #
 # The MFU is the share of the GPUs' peak that goes into the model's own operations (10.1). On 256 A100s the planner's
-# layout of the 7.5B reaches 56 %, with data parallelism and ZeRO-1 and nothing else. **Predict**: the MFU of the best
-# layout on 4096 A100s, with the same batch. And does the largest model scale better or worse?
+# layout of the 7.5B reaches 56 %, with data parallelism and ZeRO-1 and nothing else. **Predict**: which model's MFU
+# falls most from 256 to 4096 A100s, with the same batch? (On 4096 each GPU has 1,024 tokens of a batch of 4.2M.)
 
 # %%
-predict("MFU of the 7.5B on 4096 A100s, %", ...)
+predict("the MFU that falls most", ...)  # replace the dots by "7.5B", "70B" or "1T"
 
 # %%
 from chapters.support.ch10.three_models import SHORT, first_choice, scaling, small_on_4096, spending
@@ -732,18 +786,18 @@ for name, kind in product((SMALL, MIDDLE, LARGE), ("a100", "h100")):
         choice = plans[name, kind, gpus]
         if choice:
             say(f"{SHORT[name]:<5}{gpus:>5} {kind.upper()}   MFU {choice['mfu']:.1%}   {choice['layout']}")
-reveal("MFU of the 7.5B on 4096 A100s, %", round(100 * mfu[SMALL, "a100", 4096], 1), say)
+loss = {short: mfu[name, "a100", 4096] / mfu[name, "a100", 256] for name, short in SHORT.items()}
+reveal("the MFU that falls most", min(loss, key=loss.get), say)
 if rank == 0:
     show(figures.plot_spending(spending(plans, "a100")), "10_spending")
     show(figures.plot_scaling(scaling(plans)), "10_scaling")
 
 # %% [markdown]
-# The first picture shows what the steps on A100s are spent on. (MFU is 57 % where practically all is computation:
-# products at 75 % of the peak, and elementwise kernels.) In the second, the dashed lines are clusters whose GPUs are
-# each as fast as in the smallest.
+# The first picture shows what the steps on A100s are spent on. In the second, the dashed lines are clusters whose GPUs
+# are each as fast as in the smallest.
 
 # %% tags=["hide-input"]
-assert min(SHORT, key=lambda name: mfu[name, "a100", 4096] / mfu[name, "a100", 256]) == SMALL
+assert min(loss, key=loss.get) == SHORT[SMALL] and 4096 * 1024 == 2048 * 2048
 assert all(mfu[name, "h100", gpus] < mfu[name, kind, gpus] for name, kind, gpus in mfu if kind == "a100")
 for (name, _, gpus), choice in plans.items():
     if choice:
@@ -762,34 +816,67 @@ say(f"7.5B on 4096 A100s: {shown[1]:.1%}, without latencies {without:.1%}; with 
 # the planner finds 48.2 %, with 2048 replicas of tp 2 and no pipeline. With latencies such long rings are too slow
 # (10.3), so it takes 256 replicas, and pays for a pipeline's messages and bubble. To use more GPUs well, a model must
 # grow, or its batch: eight times the batch bring 47.3 %.
+
+# %% [markdown]
+# ### Days and GPU hours
 #
+# *Core, 3 minutes.*
+#
+# A run takes as many steps as its tokens divided by the tokens of a step. Llama 2 70B on 512 H100s, with 512 sequences
+# of 8192 tokens in a step: `python -m minipar.plan --model llama-2-70b --gpus 512 --gpu h100 --global-batch 512
+# --seq-len 8192` answers 10.05 s for a step. **Predict** for the 2T tokens that Llama 2 was trained on: how many days?
+
+# %%
+predict("days for 2T tokens", ...)
+
+# %%
+from minipar.plan.layout import PRECISIONS
+from minipar.plan.search import plan
+from minipar.plan.space import SearchSpace
+
+
+def fastest_on_h100s():
+    """The seconds of a step, and the GB of optimizer state on a GPU."""
+    space = SearchSpace(precision=PRECISIONS["bf16"], attention="flash")  # the command's defaults for an H100
+    first = plan(llama, Cluster(GPUS["h100"], 512), 512, 8192, space).plans[0]
+    return first.time.total, float(first.memory.optimizer) / 1e9
+
+
+((seconds, optimizer),) = shared(comm, fastest_on_h100s, [()])
+days = 2e12 / (512 * 8192) * seconds / 86_400
+gpu_hours = 512 * 24 * days
+reveal("days for 2T tokens", round(days, 1), say)
+say(f"{seconds:.2f} s a step, {gpu_hours:,.0f} GPU hours")
+assert (round(seconds, 2), round(days), round(gpu_hours, -4), round(optimizer, 1)) == (10.05, 55, 680_000, 1.6)
+
+# %% [markdown]
+# The steps are 2T / 4.19M = 477,000, and take **55 days, or 0.68 million GPU hours**. Restarts and evaluations come on
+# top (10.8). Llama 2's paper prints 1.72 million hours of A100s (table 2), which have about a third of an H100's peak.
+
+# %% [markdown]
+# ### The other two models
+#
+# *Deeper, 2 minutes.*
+
+# %% [markdown]
 # The 1T needs tp 8 *and* pp everywhere. The 7.5B needs neither, up to 256 GPUs. The 70B is in between, with tp 4 and a
 # short pipeline. The 1T gets *better* from 256 GPUs to 1024: on 256 it only just fits, and computes every forward
 # twice; on 64 nothing fits. An H100 has 3.2 times an A100's peak, and its utilization is lower in every row: products
 # reach less of it, and $S\beta$ has grown.
-#
+
+# %% [markdown]
 # ## 10.7 Does it predict a run?
 #
-# *Core, 10 minutes.*
+# *Core, 5 minutes.*
 #
 # So far the planner agrees with formulas, and a formula cannot say what it has forgotten. A run can. minipar trains on
-# a clock of our choice, so we compare twice.
-#
-# **On the clock `model`** a training step is real: ranks compute all products, send all messages, update all
-# parameters. Only the time is modelled. The clock moves by operations / $S$ with each product and by $\alpha + n\beta$
-# with each message of $n$ bytes, with four ranks to a host and a slower link between hosts. We train on the ranks of
-# this run, and in two layouts on 64 ranks, threads of one process.
-#
-# **On the clock `cpu`** computation is real: a rank's time is its own CPU time. Its price must be *measured*, and not
-# by fitting the planner to training steps, which would prove nothing, but piece by piece: a block's forward, its two
-# backward halves, head, embedding, norm and update, each for a dozen shapes. To these times a few constants are fitted.
-# Then we predict the steps of a GPT and the memory of the fullest rank, and train in each layout.
+# a clock of our choice. **On the clock `model`** a training step is real: ranks compute all products, send all
+# messages, update all parameters. Only the time is modelled. The clock moves by operations / $S$ with each product and
+# by $\alpha + n\beta$ with each message of $n$ bytes, with four ranks to a host and a slower link between hosts. We
+# train on the ranks of this run, and in two layouts on 64 ranks, threads of one process.
 
 # %%
 from chapters.support.ch10 import runs
-from minipar.bench import layouts as bench
-from minipar.bench.costs import Machine, fit_costs
-from minipar.comm import Network
 
 modelled = {}
 per_host = comm.size if comm.size % 4 else 4  # all on one host, unless they fill hosts of four
@@ -803,7 +890,35 @@ for flags, (prediction, run) in modelled.items():
 assert all(abs(prediction / run - 1) < 0.05 for prediction, run in modelled.values())
 
 
+# %% [markdown]
+# The planner has never seen the program run, and agrees with it to some hundredths of a percent, with one exception:
+# pipelines of which only some hops leave a host. It takes the slower link for all of them, and is 2 or 3 % too high. It
+# can be so exact because it is an *abstraction* of the program: it walks through the same lists of actions as the
+# executor, and its rings are chapter 3's, message by message. It leaves out the values.
+#
+# **And in measured time?** On 2 cores that did nothing else, 28 layouts of a larger model came out within 14.3 %, in
+# the median within 3.5 %, with a Spearman of 0.992. (*Spearman* is the correlation of the two orders, from the fastest
+# layout to the slowest.) That is a record, in
+# [docs/planning.md](../docs/planning.md#minipars-own-runs), and a test holds the planner to it:
+#
+# ![28 layouts, measured and predicted](../visualize/gallery/layouts.png)
+
+# %% [markdown]
+# ### On this machine's clock
+#
+# *Deeper, 5 minutes.*
+
+# %% [markdown]
+# **On the clock `cpu`** computation is real: a rank's time is its own CPU time. Its price must be *measured*, and not
+# by fitting the planner to training steps, which would prove nothing, but piece by piece: a block's forward, its two
+# backward halves, head, embedding, norm and update, each for a dozen shapes. To these times a few constants are fitted.
+# Then we predict the steps of a GPT and the memory of the fullest rank, and train in each layout.
+
 # %%
+from minipar.bench import layouts as bench
+from minipar.bench.costs import Machine, fit_costs
+from minipar.comm import Network
+
 say(runs.state_of_the_machine(comm.size))
 comm.barrier()
 measured = shared(comm, runs.measured_pieces, [(number,) for number in range(len(runs.SHAPES))])
@@ -823,29 +938,19 @@ if rank == 0:
     show(figures.plot_points(runs.panels(modelled, rows), 0.2), "10_agreement")
 
 # %% [markdown]
-# The band is 20 % wide on each side. **Left**: the planner has never seen the program run, and agrees with it to some
-# hundredths of a percent, with one exception: pipelines of which only some hops leave a host. It takes the slower link
-# for all of them, and is 2 or 3 % too high. It can be so exact because it is an *abstraction* of the program: it walks
-# through the same lists of actions as the executor, and its rings are chapter 3's, message by message. It leaves out
-# the values.
-#
-# **Right**: memory is asserted to 15 %. **Middle**: time is not asserted, because it belongs to the machine and the
-# moment. The cell's first line says how busy the machine was, its last one how far the predictions are off in *this*
-# run. Where points lie below the line, there are three reasons. The pieces leave out the trainer's own Python between
-# them, which counts in a model as small as this. A rank's CPU time grows when its neighbours, and whatever else runs
-# here, use the same caches. And every sum waits for its slowest rank. *Spearman* is the correlation of the two orders,
-# from the fastest layout to the slowest, and the order is what a planner is for.
-#
-# How good is it where nothing disturbs? On 2 cores that did nothing else, 28 layouts of a larger model came out within
-# 14.3 %, in the median within 3.5 %, with a Spearman of 0.992. That is a record, in
-# [docs/planning.md](../docs/planning.md#minipars-own-runs), and a test holds the planner to it:
-#
-# ![28 layouts, measured and predicted](../visualize/gallery/layouts.png)
-#
+# The band is 20 % wide on each side. **Left** are the runs on the clock `model` from above. **Right**: memory is
+# asserted to 15 %. **Middle**: time is not asserted, because it belongs to the machine and the moment. The cell's first
+# line says how busy the machine was, its last one how far the predictions are off in *this* run. Where points lie below
+# the line, there are three reasons. The pieces leave out the trainer's own Python between them, which counts in a model
+# as small as this. A rank's CPU time grows when its neighbours, and whatever else runs here, use the same caches. And
+# every sum waits for its slowest rank.
+
+# %% [markdown]
 # ### And a run on GPUs?
 #
 # *Deeper, 4 minutes.*
-#
+
+# %% [markdown]
 # Nothing above has tested the constants of a *GPU*. Only measured runs on GPUs can, and
 # [docs/planning.md](../docs/planning.md#how-good-the-predictions-are) compares the planner with those that were
 # printed, and with a thousand runs of nanotron, Hugging Face's training library. Three lessons:
@@ -860,11 +965,13 @@ if rank == 0:
 # - **Fit on some runs, judge on others.** nanotron's constants are fitted to one model, without pipelines. Of the other
 #   model's runs five in six come out within 20 %. Of the runs with a pipeline two in three are missed, and the record
 #   contradicts itself there.
-#
+
+# %% [markdown]
 # ## 10.8 Which assumptions matter?
 #
-# *Core, 6 minutes.*
-#
+# *Deeper, 6 minutes.*
+
+# %% [markdown]
 # All that is not in a data sheet stands in `Assumptions` in `minipar/plan/cluster.py`, but for `products`, which
 # belongs to the GPU. We change each value by 20 % up and down (a share stays at most 1). How much does the best
 # layout's predicted time change, and is another layout the best then? Two questions: the 70B on 1024 A100s, whose best
@@ -925,11 +1032,13 @@ assert all(sorted(each, key=each.get)[:-3:-1] == ["products", "copies"] for each
 # The *choice* depends less on them than the time, because an error in a constant changes all layouts. A star, which may
 # stand beside a bar too short to see, says that another layout has become the best. Where the old one still fits, it
 # takes less than 2 % longer: the best few layouts are nearly tied. So measure the first five of a planner's list.
-#
+
+# %% [markdown]
 # ### How something is done weighs more
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # Three changes of a program's habits, on the same two questions. What if collectives between hosts go round *one* ring,
 # not one for each network card? What if ZeRO-1's gather does not hide behind the next forward? And what if attention is
 # flash attention?
@@ -957,11 +1066,13 @@ for program, choice in zip(sensitivity.PROGRAMS, ("tp 8", "ZeRO-3", "tp 1"), str
 # and no card is shared. If gathers wait, ZeRO-3, which gathers while it computes, takes ZeRO-1's place. Flash attention
 # saves more than 10 %, and its memory lets the 7.5B do without tp. The 70B's pipeline sends few gradients and hardly
 # notices the first two. So before you fit a constant, read what the program does.
-#
+
+# %% [markdown]
 # ### What is not in it at all
 #
 # *Deeper, 3 minutes.*
-#
+
+# %% [markdown]
 # - **Stragglers.** A step waits for the slowest GPU. If the time of each of $k$ varies by $\sigma$, independently, the
 #   slowest takes about $\sigma\sqrt{2\ln k}$ longer: 4.1 % for $\sigma$ = 1 % and 4096 GPUs.
 # - **Tiles.** A GPU computes a product in tiles, in rounds of as many as it has multiprocessors. The last round may be
@@ -970,11 +1081,13 @@ for program, choice in zip(sensitivity.PROGRAMS, ("tp 8", "ZeRO-3", "tp 1"), str
 #   cards, and switches are often oversubscribed.
 # - **Fragmentation.** 92 % of memory is a guess.
 # - **Everything that is no step**: data loading, checkpoints, evaluation, failures.
-#
+
+# %% [markdown]
 # ## 10.9 Mistakes, and what notices them
 #
 # *Deeper, 8 minutes.*
-#
+
+# %% [markdown]
 # A planner has no loss that goes up when it is wrong. Four instruments could notice:
 #
 # - **lists**: is the planner's number of microbatches in flight the one counted in the schedules' own lists?
@@ -1032,11 +1145,13 @@ assert too_full == [True, True, False, False, False]
 # **5** is noticed by *nothing*. The published layouts were chosen by people who knew their network, so that it hardly
 # mattered. A model is only tested where its errors would show. To test the network, plan what depends on it: small
 # batches, ZeRO-3 between hosts, the 7.5B on 4096 GPUs.
-#
+
+# %% [markdown]
 # ## 10.10 PyTorch's and Megatron's names
 #
 # *Deeper, 2 minutes.*
-#
+
+# %% [markdown]
 # | here | PyTorch | Megatron-LM (M), DeepSpeed (D) |
 # | --- | --- | --- |
 # | tp, pp | sizes in `init_device_mesh` | M: `--tensor-model-parallel-size`, `--pipeline-model-parallel-size` |
@@ -1048,12 +1163,18 @@ assert too_full == [True, True, False, False, False]
 # | recompute | `torch.utils.checkpoint.checkpoint` | M: `--recompute-granularity selective`, `full` |
 # | counted operations | `torch.utils.flop_counter.FlopCounterMode` | M: `--log-throughput`; D: `FlopsProfiler` |
 #
-# The same in PyTorch: `chapters/pytorch/ch10.py`.
-#
+# The same in PyTorch: [chapters/pytorch/ch10.py](pytorch/ch10.py).
+
+# %%
+if rank == 0:
+    show_file("chapters/pytorch/ch10.py")
+
+# %% [markdown]
 # ## 10.11 Problems
 #
 # *Deeper, 30 minutes.*
-#
+
+# %% [markdown]
 # 1. **Memory.** From which $d$ on does a model of $h$ = 5120, $L$ = 40, $a$ = 40, $V$ = 51200, $T$ = 2048 fit into 0.92
 # of 80 GB with data parallelism and ZeRO-1 alone, one sequence in a microbatch and selective recompute? (Leave the
 # buffers out.)
@@ -1064,7 +1185,8 @@ assert too_full == [True, True, False, False, False]
 # 4. **ZeRO-3 or tp x pp?** 70B on 2048 H100s, eight per host, sequences of 4096. Which size of the global batch (in
 # tokens) do ZeRO-3's gathers need to hide? And with half of that, is the pipeline's bubble smaller than what is
 # exposed?
-#
+
+# %% [markdown]
 # ### For you
 #
 # 1. A GPU like the H100 with twice the network (`--gpu` takes a JSON file: `{"like": "h100", "between": 100e9}`), or
@@ -1072,11 +1194,13 @@ assert too_full == [True, True, False, False, False]
 # 4096 GPUs? Predict, then ask `python -m minipar.plan`.
 # 2. Write an instrument that notices mistake 5, bits and bytes.
 # 3. You have as many GPU hours as last time, and twice as many tokens to train on. How large a model can you train?
-#
+
+# %% [markdown]
 # ## 10.12 Answers
 #
 # *Deeper, 5 minutes.*
-#
+
+# %% [markdown]
 # <details><summary>Answers</summary>
 #
 # 1. $\Psi$ = 12,858,214,400. Parameters and gradients take $4\Psi$ = 51.4 GB, activations $34 \cdot 2048 \cdot 5120

@@ -148,7 +148,6 @@ FIGURES = [
     (ch05.plot_step_times, {"slow": {"one": 0.2, "two": 0.3}, "fast": {"one": 0.1, "two": 0.1}}, 0.1),
     (ch05.plot_microbatches, {"once": (2, 0), "every": (0, 2)}, {"once": (4, 2.0)}),
     (ch05.draw_shards_and_replicas, 2, 4),
-    (ch05.plot_throughput,),
     (ch06.plot_cuts, [("qkv", 4, 12, 1, 3), ("proj", 4, 4, 0, 1)], 2),
     (ch06.plot_blocks, False, True),
     (ch06.draw_groups, 8, 4, (4, 8)),

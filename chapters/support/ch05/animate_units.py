@@ -20,7 +20,7 @@ from minipar.comm import Communicator, run_local
 from minipar.nn import Module, Parameter
 from minipar.nn.module import Segment
 from minipar.parallel.fsdp import FullyShardedDataParallel, Unit
-from visualize.style import COLOURS, GREY, VERMILION, Picture, picture
+from visualize.style import COLOURS, GREY, INK, VERMILION, Picture, picture
 
 UNITS, RANKS, WIDTH = 3, 4, 8  # a unit is one matrix of WIDTH * WIDTH elements
 FRAMES = {"gather": 7, "forward": 3, "free": 2, "backward": 3, "reduce": 7}
@@ -123,7 +123,10 @@ def record() -> list[Event]:
 
 
 def draw_moment(axes: Axes, events: list[Event], number: int, share: float, size: float = 8) -> None:
-    """Draw what every rank holds of every unit while event `number` happens, and, at `share` of their way, messages."""
+    """Draw what every rank holds of every unit while event `number` happens, and its messages at `share` of their way.
+
+    With a share of 0 an arrow in each chunk's column says where the messages go.
+    """
     event = events[number]
     before = events[number - 1].whole if number > 0 else (False,) * UNITS
     done = {e.unit for e in events[:number] if e.kind == "reduce"}  # these gradients have been summed
@@ -140,7 +143,9 @@ def draw_moment(axes: Axes, events: list[Event], number: int, share: float, size
         if event.kind in ("forward", "backward"):
             look = {"fill": False, "edgecolor": VERMILION, "linewidth": 2.0, "zorder": 6}
             axes.add_patch(Rectangle((event.unit - 0.03, -rank - 0.03), 0.92, 0.78, **look))
-    if event.kind in ("gather", "reduce") and share < 1.0:
+    if event.kind in ("gather", "reduce") and share == 0.0:
+        draw_arrows(axes, event)
+    elif event.kind in ("gather", "reduce") and share < 1.0:
         draw_messages(axes, event, share)
     axes.set_xticks([unit + 0.43 for unit in range(UNITS)], [f"unit {unit}" for unit in range(UNITS)], fontsize=size)
     axes.set_yticks([0.36 - rank for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)], fontsize=size)
@@ -172,6 +177,23 @@ def draw_messages(axes: Axes, event: Event, share: float) -> None:
                 source, dest = (chunk, other) if kind == "parameters" else (other, chunk)
                 place = place_of(source + (dest - source) * share, event.unit, chunk, kind)
                 axes.add_patch(Rectangle(place, 0.86 / RANKS, 0.34, **look))
+
+
+def draw_arrows(axes: Axes, event: Event) -> None:
+    """Draw where the messages of a collective go: for each chunk from its owner to all, or from all to its owner."""
+    kind = "parameters" if event.kind == "gather" else "gradients"
+    for chunk in range(RANKS):
+        left, bottom = place_of(chunk, event.unit, chunk, kind)
+        owner = Rectangle((left, bottom), 0.86 / RANKS, 0.34, fill=False, edgecolor=VERMILION, linewidth=1.4, zorder=5)
+        axes.add_patch(owner)
+        for other in {0, RANKS - 1} - {chunk}:
+            y = place_of(other, event.unit, chunk, kind)[1]
+            near = bottom if other > chunk else bottom + 0.34
+            middle = y + 0.17
+            start, end = (near, middle) if kind == "parameters" else (middle, near)
+            x = left + 0.43 / RANKS
+            look = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", (x, end), (x, start), arrowprops=look | {"mutation_scale": 9}, zorder=6)
 
 
 def animate(events: list[Event]) -> FuncAnimation:
@@ -207,10 +229,13 @@ def still(events: list[Event], unit: int = 1) -> Picture:
         for axes in row[len(numbers) :]:
             axes.set_axis_off()
         for place, (axes, number) in enumerate(zip(row, numbers, strict=False)):
-            draw_moment(axes, events, number, share=0.3, size=7)
+            draw_moment(axes, events, number, share=0.0, size=7)
             if place > 0:
                 axes.set_yticks([])
             axes.set_title(events[number].kind.replace("reduce", "reduce-scatter"), fontsize=9, loc="left")
-    label = f"unit {unit} in forward (above) and in backward. Blue: parameters, orange: gradients, red: moving or used"
+    label = (
+        f"unit {unit} in forward (above) and in backward. Blue: parameters, orange: gradients.\n"
+        "Red: computes, or owns the chunk. A gather goes from the owner to all, a reduce-scatter from all to the owner"
+    )
     figure.supxlabel(label, fontsize=8)
     return figure

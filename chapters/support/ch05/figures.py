@@ -1,4 +1,4 @@
-"""Draw for chapter 5: who holds what (5.1, 5.2), gathers (5.3, 5.4), times and bytes (5.6, 5.9), hosts (5.11)."""
+"""Draw for chapter 5: who holds what (5.1, 5.2), gathers and times (5.6), bytes (5.9), hosts (5.11)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from chapters.support.draw import RANKS, box, finish, patches, show_cells, show_time
-from visualize.style import BLUE, COLOURS, GREY, INK, LINES, PAPER, VERMILION, Picture, picture
+from visualize.style import BLUE, COLOURS, INK, LINES, PAPER, VERMILION, Picture, picture
 
 STATE = ("parameters", "gradients", "optimizer")
 HATCHES = ("", "///", "...")
@@ -260,27 +260,4 @@ def draw_shards_and_replicas(hosts: int, per_host: int) -> Picture:
         va="center",
         color=VERMILION,
     )
-    return figure
-
-
-# Tokens per second and GPU by number of GPUs: a model of 7 billion parameters on A100s at ZeRO 1, published in
-# github.com/InternLM/InternEvo, doc/en/train_performance.md (zero1=-1 and zero1=8, tp=1).
-GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
-OVER_ALL = (4062, 3842, 3752, 3690, 3571, 3209, 2861, 2271)
-OVER_A_HOST = (4078, 3939, 3919, 3944, 3928, 3920, 3835, 3625)
-
-
-def plot_throughput() -> Picture:
-    """Draw InternEvo's tokens per second and GPU against the number of GPUs, and the ratio at the largest number."""
-    figure = picture(7.0, 3.0)
-    axes = figure.add_subplot()
-    axes.plot(GPUS, OVER_ALL, "s-", color=VERMILION, label="state over all GPUs")
-    axes.plot(GPUS, OVER_A_HOST, "o-", color=BLUE, label="state over the 8 GPUs of a host")
-    low, high = OVER_ALL[-1], OVER_A_HOST[-1]
-    look = {"arrowstyle": "<->", "color": GREY}
-    axes.annotate("", (GPUS[-1], low), (GPUS[-1], high), arrowprops=look)
-    axes.text(GPUS[-1] * 0.93, (low + high) / 2, f"{high / low:.2f} times", ha="right", va="center", fontsize=8)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(GPUS, [str(count) for count in GPUS])
-    finish(axes, legend="lower left", xlabel="GPUs", ylabel="tokens per second and GPU", ylim=(0, 4500))
     return figure
