@@ -37,8 +37,8 @@ class Watched:
         self.sent = []
         self.buckets = [Bucket(group, serial()) for group in groups]
         for bucket in self.buckets:
-            bucket.allocate_gradient()[:] = np.nan
-        self.hooks = BackwardHooks(self.buckets, lambda: None, self.send, lambda: None)
+            bucket.allocate_gradient("gradients")[:] = np.nan
+        self.hooks = BackwardHooks(self.buckets, lambda: None, self.send)
 
     def send(self, bucket):
         bucket.complete()
