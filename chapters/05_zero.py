@@ -380,11 +380,10 @@ say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} 
 # gradient is freed when it has been sent.
 
 # %%
-from minipar.parallel.chunks import allocate_next_gradient
 from minipar.parallel.zero import ZeroStage2
 
 if rank == 0:
-    show_source(ZeroStage2.prepare, allocate_next_gradient, ZeroStage2.reduce)
+    show_source(ZeroStage2.prepare, ZeroStage2.reduce)
 
 # %% [markdown]
 # ## 5.4 Stage 3: shard the parameters
