@@ -5,7 +5,6 @@ A group is what becomes a bucket: parameters, and the ranks that hold them and s
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -156,13 +155,3 @@ class BackwardHooks:
         for bucket in self.unsent:
             self.send(bucket)
         self.start_again()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward accumulate gradients and send none."""
-        previous = self.enabled
-        self.enabled = False
-        try:
-            yield
-        finally:
-            self.enabled = previous

@@ -1,7 +1,7 @@
 """The functions that a script calls of a wrapped model: the same at every ZeRO stage, in PyTorch's terms."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from operator import call
 from typing import Any
@@ -149,9 +149,15 @@ class DataParallel:
             self.before_reduce(bucket.parameters)
         return gradient
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Let backward accumulate and send nothing: for all microbatches but the last."""
-        return self.hooks.no_sync()
+        previous = self.hooks.enabled
+        self.hooks.enabled = False
+        try:
+            yield
+        finally:
+            self.hooks.enabled = previous
 
     @contextmanager
     def scaled_backward(self) -> Iterator[None]:

@@ -78,7 +78,7 @@ ROWS = [
      "(2, own[0].size)", "(2, own[-1].size)", "comm/test_collectives.py"),
     ("gradients keep the loss scale", "minipar/train/scaled_trainer.py",
      "        self.scale.divide(self.ddp.parameters())\n", "", "train/test_overflow.py"),
-    ("hooks stay off after no_sync", "minipar/parallel/buckets.py", "self.enabled = previous", "pass",
+    ("hooks stay off after no_sync", "minipar/parallel/wrapper.py", "self.hooks.enabled = previous", "pass",
      "parallel/test_contract.py"),
     ("Ulysses takes the ranks' tokens for contiguous ones", "minipar/more/context/ulysses.py",
      "whole[:, self.context.positions(length)]", "whole[:, np.arange(length).reshape(self.context.size, -1)]",
