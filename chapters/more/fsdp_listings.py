@@ -94,11 +94,10 @@ if rank == 0:
 # backward ends.
 
 # %%
-from minipar.parallel.chunks import allocate_next_gradient
 from minipar.parallel.zero import ZeroStage2
 
 if rank == 0:
-    show_source(ZeroStage2.prepare, allocate_next_gradient, ZeroStage2.reduce)
+    show_source(ZeroStage2.prepare, ZeroStage2.reduce)
 
 # %% [markdown]
 # ## Stage 3: gather and free

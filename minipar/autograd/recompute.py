@@ -36,8 +36,10 @@ class CheckpointFunction(Function):
         nodes = [] if output.node is None else reachable(output.node)[0]
         for node in nodes:
             if node.number < start:
-                what = f"checkpoint: the function reads a result of {node.operation_name()} from outside"
-                raise ValueError(f"{what}, which backward would go through twice: make it an input")
+                raise ValueError(
+                    f"checkpoint: the function reads a result of {node.operation_name()} from outside, "
+                    "which backward would go through twice: make it an input"
+                )
         output.backward(grad)  # parameters receive their gradients in here
         gradients = [tensor.grad for tensor in tensors]
         no_gradients = [None] * (len(needs) - len(inputs))  # for the parameters

@@ -105,8 +105,10 @@ class Module:
         other ranks are NaN: `gather_state` collects them.
         """
         if not all(owner.holds_values for owner in owners_of(self.parameters())):
-            remedy = "call mp.gather_state(model, wrapper.parameters(), comm)"
-            raise ValueError(f"this rank holds shards of the parameters: {remedy}")
+            raise ValueError(
+                "this rank holds shards of the parameters: call "
+                "mp.gather_state(model, wrapper.parameters(), comm)"
+            )
         return {name: to_host(p.data).copy() for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:

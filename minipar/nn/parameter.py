@@ -126,5 +126,6 @@ def check_names(names: Sequence[str]) -> None:
     """Raise UsageError if two parameters are drawn by one name: their initial values would be the same."""
     for name in names:
         if names.count(name) > 1:
-            two = f"two parameters are drawn by {name}, and so start alike"
-            raise UsageError(f"{two}: give each layer a name of its own")
+            raise UsageError(
+                f"two parameters are drawn by {name}, and so start alike: give each layer a name of its own"
+            )

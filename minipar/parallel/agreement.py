@@ -26,8 +26,9 @@ def check_alike(comm: Communicator, arrays: Iterable[tuple[str, Array]], what: s
         for first, other in zip_longest(everyone[0], theirs):
             if first != other:
                 name = (first or other)[0]
-                ranks = f"{name} of rank {comm.ranks[rank]} is not that of rank {comm.ranks[0]}"
-                raise UsageError(f"{what}: {ranks}; {remedy}")
+                raise UsageError(
+                    f"{what}: {name} of rank {comm.ranks[rank]} is not that of rank {comm.ranks[0]}; {remedy}"
+                )
 
 
 def checksum(array: Array) -> int:

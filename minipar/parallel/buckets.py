@@ -5,7 +5,6 @@ A group is what becomes a bucket: parameters, and the ranks that hold them and s
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -27,17 +26,15 @@ def by_unit(model: Module) -> list[list[Parameter]]:
     GPT: one group for each block, and one, the first, for the embedding and the head, which share
     the token embedding. A model without segments is one unit.
     """
-    groups: list[list[Parameter]] = []
-    seen: set[Parameter] = set()
+    units: list[list[Parameter]] = []
     for segment in getattr(model, "segments", []):
-        new = [p for p in segment.parameters if p not in seen]
-        shared = [group for group in groups if not set(segment.parameters).isdisjoint(group)]
+        new = [p for p in segment.parameters if not any(p in unit for unit in units)]
+        shared = [unit for unit in units if not set(unit).isdisjoint(segment.parameters)]
         if shared:
             shared[0] += new
         elif new:
-            groups.append(new)
-        seen.update(new)
-    return groups or [model.parameters()]
+            units.append(new)
+    return units or [model.parameters()]
 
 
 def number_units(units: Sequence[Sequence[Parameter]]) -> None:
@@ -86,9 +83,9 @@ class Bucket:
 
     def leaves(self) -> set[Tensor]:
         """Return every tensor whose gradient the bucket waits for: the parameters, and the leaves tied to them."""
-        return set().union(*[(p, *p.ties) for p in self.parameters])
+        return {leaf for p in self.parameters for leaf in (p, *p.ties)}
 
-    def allocate_gradient(self, kind: str = "gradients") -> Array:
+    def allocate_gradient(self, kind: str) -> Array:
         """Allocate the flat array that backward writes, unless there is one; copy the gradients that have arrived."""
         if self.gradient is not None:
             return self.gradient
@@ -102,13 +99,13 @@ class Bucket:
 
     def complete(self) -> Array:
         """Add the gradients of tied leaves, write zeros for parameters without a gradient; return the flat array."""
-        assert self.gradient is not None
-        for p, view in self.views(self.gradient):
+        gradient = self.allocate_gradient("buffers")  # if backward has not come to the bucket
+        for p, view in self.views(gradient):
             p.fold_tied_gradients()
             if p.grad is None:
                 view[...] = 0
                 p.grad = view
-        return self.gradient
+        return gradient
 
     def free_gradient(self) -> None:
         """Forget the flat array, which is freed when its collective has ended."""
@@ -120,20 +117,15 @@ class Bucket:
 class BackwardHooks:
     """Calls `send(bucket)` for each bucket as soon as backward has completed it and all buckets before it.
 
-    `prepare()` is called at the first gradient since the last `finish`, and when backward goes on after a send.
+    `prepare()` is called at each gradient that arrives, and when backward goes on after a send.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        prepare: Callable[[], None],
-        send: Callable[[Any], None],
-        progress: Callable[[], None],
+        self, buckets: Sequence[Bucket], prepare: Callable[[], None], send: Callable[[Any], None]
     ) -> None:
         self.buckets = buckets
         self.prepare = prepare
         self.send = send
-        self.progress = progress
         self.enabled = True  # False inside `no_sync`
         for bucket in buckets:
             for leaf in bucket.leaves():
@@ -142,16 +134,13 @@ class BackwardHooks:
 
     def start_again(self) -> None:
         """Mark every bucket as unsent and every gradient as missing, for the next pass."""
-        self.has_gradients = False  # True from the first gradient that arrives until the next `finish`
         self.unsent = list(self.buckets)
         # The leaves of each bucket that have no gradient yet.
         self.incomplete = {bucket: bucket.leaves() for bucket in self.buckets}
 
     def on_gradient(self, bucket: Bucket, leaf: Tensor) -> None:
         """Send the buckets that are complete. Backward calls this when the gradient of `leaf` is complete."""
-        if not self.has_gradients:
-            self.has_gradients = True
-            self.prepare()
+        self.prepare()
         if not self.enabled:
             return
         self.incomplete[bucket].discard(leaf)
@@ -159,20 +148,10 @@ class BackwardHooks:
         while self.unsent and not self.incomplete[self.unsent[0]]:
             self.send(self.unsent.pop(0))
             self.prepare()
-        self.progress()  # moves the messages under way; then backward goes on computing
+        bucket.comm.progress()  # moves the messages under way; then backward goes on computing
 
     def finish(self) -> None:
         """Send the remaining buckets, with zeros for what the loss did not use, and start again for the next pass."""
-        while self.unsent:
-            self.send(self.unsent.pop(0))
+        for bucket in self.unsent:
+            self.send(bucket)
         self.start_again()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward accumulate gradients and send none."""
-        previous = self.enabled
-        self.enabled = False
-        try:
-            yield
-        finally:
-            self.enabled = previous

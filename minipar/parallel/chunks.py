@@ -1,4 +1,4 @@
-"""This rank's chunks of buckets, and the whole gradients that backward allocates and ZeRO frees.
+"""This rank's chunks of buckets.
 
 A chunk holds shards of parameters. The optimizer updates these shards.
 """
@@ -6,11 +6,11 @@ A chunk holds shards of parameters. The optimizer updates these shards.
 from collections.abc import Sequence
 
 from minipar.backend import Array
-from minipar.comm.work import Work
+from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
 from minipar.nn.parameter import Parameter
-from minipar.parallel.buckets import BackwardHooks, Bucket
-from minipar.parallel.placement import ParameterShard, bucket_slice
+from minipar.parallel.buckets import Bucket
+from minipar.parallel.placement import ParameterShard, placement_of
 
 
 class Chunk:
@@ -23,7 +23,9 @@ class Chunk:
         self.shards: list[Parameter] = []
         start = 0
         for p in bucket.parameters:
-            elements = bucket_slice(p).own  # the elements of p that lie in this chunk
+            recorded = placement_of(p).dp
+            assert recorded is not None  # the bucket did it
+            elements = recorded.own  # the elements of p that lie in this chunk
             # One empty shard stays: an optimizer without parameters would take no part in collective steps.
             if elements or (data.size == 0 and not self.shards):
                 stop = start + len(elements)
@@ -49,23 +51,19 @@ class Chunk:
 
 
 class ShardedBucket(Bucket):
-    """A bucket whose values lie in one flat array; this rank updates its chunk of them."""
+    """A bucket whose values lie in one flat array; this rank updates its chunk of them.
 
-    values: Array
-    chunk: Chunk
-
-
-def allocate_next_gradient(hooks: BackwardHooks, works: Sequence[Work]) -> None:
-    """Allocate the whole gradient of the bucket that backward completes next, unless there is one.
-
-    Wait first for all but the last of the reduce-scatters under way (`works`); this frees the whole
-    gradients of those. Under `no_sync` allocate the whole gradients of all buckets, which stay until the
-    last microbatch.
+    With `keeps_gradient` the whole gradient stays, too. Then the sum is written into this rank's part of
+    it, which every algorithm of the reduce-scatter reads before.
     """
-    if not hooks.enabled:
-        for bucket in hooks.buckets:
-            bucket.allocate_gradient("gradients")
-    elif hooks.unsent and hooks.unsent[0].gradient is None:
-        for work in works[:-1]:
-            work.wait()
-        hooks.unsent[0].allocate_gradient("buffers")
+
+    def __init__(self, parameters: Sequence[Parameter], comm: Communicator, keeps_gradient: bool) -> None:
+        super().__init__(parameters, comm)
+        self.values = self.flatten_values("parameters")
+        data = self.values[self.own]
+        if keeps_gradient:
+            gradient = self.allocate_gradient("gradients")[self.own]
+        else:
+            gradient = allocate("gradients", data.size, self.gradient_dtype)
+        self.chunk = Chunk(self, data, gradient)
+        self.updated = self.chunk.shards

@@ -36,7 +36,7 @@ class DistributedDataParallel(DataParallel):
         bucket = Bucket(parameters, comm)
         for p in parameters:
             hold("parameters", p.data)  # notes it in the ledger of memory
-        bucket.allocate_gradient()
+        bucket.allocate_gradient("gradients")
         return bucket
 
     def reduce(self, bucket: Bucket) -> None:

@@ -21,7 +21,7 @@ from minipar.memory import allocate, hold
 from minipar.nn.module import Segment
 from minipar.nn.parameter import Parameter, placeholder
 from minipar.parallel.buckets import Bucket
-from minipar.parallel.chunks import Chunk, allocate_next_gradient
+from minipar.parallel.chunks import Chunk
 from minipar.parallel.wrapper import DataParallel
 
 
@@ -34,7 +34,6 @@ class Unit(Bucket):
 
     def __init__(self, parameters: Sequence[Parameter], comm: Communicator) -> None:
         super().__init__(parameters, comm)
-        self.dtype = parameters[0].dtype
         self.gathering: tuple[Array, Work] | None = None  # the whole array and its gather; None if freed
         data = self.flatten_values("buffers")[self.own].copy()
         hold("parameters", data)
@@ -45,13 +44,12 @@ class Unit(Bucket):
     def unshard(self) -> None:
         """Start to gather the parameters, unless that has started. On d ranks, sends (d-1)/d of their bytes."""
         if self.gathering is None:
-            whole = allocate("buffers", self.size, self.dtype)
+            whole = allocate("buffers", self.size, self.chunk.data.dtype)
             work = self.comm.all_gather(self.chunk.data, out=whole, algorithm="pairwise", async_op=True)
             self.gathering = whole, work
 
     def wait_for_unshard(self) -> None:
-        """Gather the parameters, wait until they have arrived, and make them views of the whole array."""
-        self.unshard()
+        """Wait until the parameters have arrived, and make them views of the whole array."""
         assert self.gathering is not None
         whole, work = self.gathering
         work.wait()
@@ -65,7 +63,7 @@ class Unit(Bucket):
             self.gathering[1].wait()  # a prefetch may still be under way
             self.gathering = None
         for leaf in self.leaves():
-            leaf.data = placeholder(leaf.shape, self.dtype)
+            leaf.data = placeholder(leaf.shape, leaf.dtype)
 
 
 @dataclass(frozen=True)
@@ -102,23 +100,19 @@ class FullyShardedDataParallel(DataParallel):
     reduce-scatter gradients; data parallelism sends 2 Psi (d-1)/d.
     """
 
-    accumulates_sums = True  # each sum is a chunk of its own, and is added to those before it
+    make_bucket = Unit
     holds_values = False
     prefetch = True  # False: a unit's gather starts when a segment needs it
 
-    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> Unit:
-        return Unit(parameters, comm)
-
     # ---- gathering and freeing: before and after a segment's forward and backward
 
-    def wrap_segments(self) -> None:
-        for segments in self.segment_lists:
-            reads = [self.units_of(segment) for segment in segments]
-            for i, segment in enumerate(segments):
-                following = reads[i + 1] if i + 1 < len(segments) else []
-                preceding = reads[i - 1] if i > 0 and segments[i - 1].reads_in_backward else []
-                needs = SegmentUnits(segment, reads[i], following, preceding)
-                segment.run = partial(self.run, needs, segment.run)
+    def wrap_segments(self, segments: Sequence[Segment]) -> None:
+        reads = [self.units_of(segment) for segment in segments]
+        for i, segment in enumerate(segments):
+            following = reads[i + 1] if i + 1 < len(segments) else []
+            preceding = reads[i - 1] if i > 0 and segments[i - 1].reads_in_backward else []
+            needs = SegmentUnits(segment, reads[i], following, preceding)
+            segment.run = partial(self.run, needs, segment.run)
 
     def units_of(self, segment: Segment) -> list[Unit]:
         """Return the units that a segment reads, in the model's order.
@@ -164,20 +158,15 @@ class FullyShardedDataParallel(DataParallel):
     def gather_parameter(self, parameter: Parameter) -> Array:
         """Return all values of a parameter on every rank. All ranks call it. Gathers the parameter's unit."""
         unit = next(unit for unit in self.buckets if parameter in unit.parameters)
-        unit.wait_for_unshard()
+        self.gather([unit], [])
         values = parameter.data.copy()
         unit.reshard()
         return values
 
     # ---- gradients, as in stage 2, written out again so that this file can be read alone
 
-    def prepare(self) -> None:
-        """Allocate the whole gradient of the unit that backward completes next."""
-        allocate_next_gradient(self.hooks, self.works)
-
     def reduce(self, unit: Unit) -> None:
         """Start to reduce-scatter the whole gradient of a unit, which is freed when it has been sent."""
-        unit.allocate_gradient("buffers")  # if backward has not come to the unit
         gradient = self.complete(unit)
         out = unit.chunk.room_for_sum()
         work = unit.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True)

@@ -169,18 +169,10 @@ def update(parameter: Parameter, **changes: Any) -> None:
 def placement_of(parameter: Parameter) -> Placement:
     """Return a parameter's Placement; ValueError if no strategy has placed it."""
     if parameter.placement is None:
-        remedy = "call attach_placements(model) or wrap the model in a strategy first"
-        raise ValueError(f"this parameter has no placement: {remedy}")
+        raise ValueError(
+            "this parameter has no placement: call attach_placements(model) or wrap the model in a strategy first"
+        )
     return parameter.placement
-
-
-def bucket_slice(parameter: Parameter) -> BucketSlice:
-    """Return a parameter's slice of its bucket; ValueError if data parallelism has not placed it."""
-    owned = placement_of(parameter).dp
-    if owned is None:
-        remedy = "wrap the model in a data-parallel strategy"
-        raise ValueError(f"{placement_of(parameter).name} is in no bucket: {remedy}")
-    return owned
 
 
 class ParameterShard(Parameter):

@@ -21,8 +21,10 @@ def check_split(model: Any, strategy: str, comm: Communicator) -> None:
     if is_pipeline or any(
         p.placement is not None and p.placement.dp is not None for p in model.parameters()
     ):
-        remedy = f"call mp.{strategy}(model, ...) first, then mp.DistributedDataParallel, mp.fully_shard or mp.shard"
-        raise UsageError(f"{strategy} of a model that is wrapped already: {remedy}")
+        raise UsageError(
+            f"{strategy} of a model that is wrapped already: call mp.{strategy}(model, ...) first, then "
+            "mp.DistributedDataParallel, mp.fully_shard or mp.shard"
+        )
     for other, ranks in model.split_over:
         if other == strategy:
             raise UsageError(
@@ -30,16 +32,17 @@ def check_split(model: Any, strategy: str, comm: Communicator) -> None:
             )
         shared = set(ranks) & set(comm.ranks)
         if len(shared) > 1 and "tensor_parallel" in (strategy, other):
-            why = f"{other} has split this model over ranks {list(ranks)} already"
-            remedy = (
-                "give each its own axis, such as mesh.tp and mesh.cp of mp.DeviceMesh(comm, tp=2, cp=2)"
+            raise UsageError(
+                f"{strategy} over ranks {list(comm.ranks)}: {other} has split this model over ranks "
+                f"{list(ranks)} already; give each its own axis, such as mesh.tp and mesh.cp of "
+                "mp.DeviceMesh(comm, tp=2, cp=2)"
             )
-            raise UsageError(f"{strategy} over ranks {list(comm.ranks)}: {why}; {remedy}")
     for name, module in model.named_modules():
         # A rank would draw masks for its part of an activation alone.
         if isinstance(module, Dropout) and module.p > 0 and comm.size > 1:
-            why = f"{name} has dropout {module.p}"
-            raise UsageError(f"{strategy} over {comm.size} ranks: {why}; make the model with dropout=0")
+            raise UsageError(
+                f"{strategy} over {comm.size} ranks: {name} has dropout {module.p}; make the model with dropout=0"
+            )
 
 
 def note_split(model: Module, strategy: str, comm: Communicator) -> None:

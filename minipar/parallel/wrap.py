@@ -1,11 +1,9 @@
 """The wrappers of data parallelism by ZeRO stage: `shard` for each of them, `fully_shard` for stage 3."""
 
-from collections.abc import Callable, Sequence
+from typing import Any
 
 from minipar.comm.communicator import Communicator
-from minipar.nn.module import Module, Segment
-from minipar.nn.parameter import Parameter
-from minipar.parallel.buckets import Group
+from minipar.nn.module import Module
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.wrapper import DataParallel
@@ -22,19 +20,11 @@ STAGES: dict[int, type[DataParallel]] = {
 
 
 def shard(
-    model: Module,
-    comm: Communicator,
-    stage: int,
-    algorithm: str = "ring",
-    *,
-    groups: Sequence[Group] | None = None,
-    segment_lists: Sequence[Sequence[Segment]] | None = None,
-    before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
+    model: Module, comm: Communicator, stage: int, algorithm: str = "ring", **options: Any
 ) -> DataParallel:
     """Wrap `model` over `comm` at ZeRO stage 0 (data parallelism) to 3 (fully sharded).
 
-    All stages give the same bits. The other arguments are DataParallel's.
+    All stages give the same bits. `options` are DataParallel's: `groups`, `segment_lists` and
+    `before_reduce`.
     """
-    return STAGES[stage](
-        model, comm, algorithm, groups=groups, segment_lists=segment_lists, before_reduce=before_reduce
-    )
+    return STAGES[stage](model, comm, algorithm, **options)

@@ -1,7 +1,7 @@
 """The functions that a script calls of a wrapped model: the same at every ZeRO stage, in PyTorch's terms."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import call
 from typing import Any
@@ -29,7 +29,8 @@ class DataParallel:
     gradients are summed (`reduce`), and what follows the sums and the optimizer's step.
     """
 
-    accumulates_sums = False  # True if a step may add up the sums of several backward passes
+    # Makes the bucket of a group, with the memory that it keeps between steps.
+    make_bucket: Callable[[Sequence[Parameter], Communicator], Any]
     holds_values = True  # False if parameters are freed between passes
 
     def __init__(
@@ -55,33 +56,23 @@ class DataParallel:
         buckets = [self.make_bucket(parameters, ranks) for parameters, ranks in groups]
         self.buckets = buckets[::-1]  # backward completes the last parameters first
         # The contract registers its hooks first, so that it can raise an error before a bucket is sent.
-        compared = buckets if self.holds_values else []
-        self.contract = Contract(
-            model, self.parameters(), compared, self.after_step, self.accumulates_sums
-        )
-        self.hooks = BackwardHooks(self.buckets, self.prepare, self.reduce, comm.progress)
+        self.contract = Contract(buckets, self.after_step, self.holds_values)
+        self.hooks = BackwardHooks(self.buckets, self.prepare, self.reduce)
         # The whole model as one segment: its `run` is given a function to call, the forward or the loss.
         self.whole = Segment("model", call, model.parameters(), is_last=True)
         if segment_lists is None:
             segment_lists = [getattr(model, "segments", [self.whole])]
-        self.segment_lists = segment_lists
-        self.wrap_segments()
+        for segments in segment_lists:
+            self.wrap_segments(segments)
 
     # ---- what each strategy defines
-
-    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> Any:
-        """Make the bucket of a group, with the memory that it keeps between steps."""
-        raise NotImplementedError
 
     def reduce(self, bucket: Any) -> None:
         """Start the sum of a bucket's gradients, and return at once, so that backward goes on."""
         raise NotImplementedError
 
-    def prepare(self) -> None:
-        """Prepare for the gradients that backward computes next."""
-
-    def wrap_segments(self) -> None:
-        """Replace the `run` of segments, to act before and after their forward and backward."""
+    def wrap_segments(self, segments: Sequence[Segment]) -> None:
+        """Replace the `run` of these segments, to act before and after their forward and backward."""
 
     def after_sums(self) -> None:
         """Make the sums, which have arrived, the gradients of `parameters()`."""
@@ -118,11 +109,26 @@ class DataParallel:
     def after_backward(self) -> None:
         """Finish the sums, unless inside `no_sync`.
 
-        Several losses in one pass queue this several times; only the first call finds gradients.
+        Several losses in one pass queue this several times; only the first call finds local gradients.
         """
         self.contract.end_pass()
-        if self.hooks.enabled and self.hooks.has_gradients:
+        if self.hooks.enabled and self.contract.state == "local":
             self.synchronize()
+
+    def prepare(self) -> None:
+        """Allocate the whole gradient of the bucket that backward completes next, unless there is one.
+
+        There is one if the strategy keeps it between steps. Else wait first for all but the last of the sums
+        under way, which frees the whole gradients of those. Under `no_sync` allocate the whole gradients
+        of all buckets, which stay until the last microbatch.
+        """
+        if not self.hooks.enabled:
+            for bucket in self.buckets:
+                bucket.allocate_gradient("gradients")
+        elif self.hooks.unsent and self.hooks.unsent[0].gradient is None:
+            for work in self.works[:-1]:
+                work.wait()
+            self.hooks.unsent[0].allocate_gradient("buffers")
 
     def synchronize(self) -> None:
         """Send the remaining buckets; wait until all gradients are sums over all ranks.
@@ -134,7 +140,7 @@ class DataParallel:
             work.wait()
         self.works.clear()
         self.after_sums()
-        self.contract.after_sum()
+        self.contract.state = "summed"
 
     def complete(self, bucket: Bucket) -> Array:
         """Return the whole gradient of a bucket, with all terms that this rank adds before the sum."""
@@ -143,13 +149,24 @@ class DataParallel:
             self.before_reduce(bucket.parameters)
         return gradient
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Let backward accumulate and send nothing: for all microbatches but the last."""
-        return self.hooks.no_sync()
+        previous = self.hooks.enabled
+        self.hooks.enabled = False
+        try:
+            yield
+        finally:
+            self.hooks.enabled = previous
 
-    def scaled_backward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def scaled_backward(self) -> Iterator[None]:
         """Allow backward of a loss that the caller has scaled; call `synchronize` afterwards."""
-        return self.contract.scaled_backward()
+        self.contract.begin_pass()
+        try:
+            yield
+        finally:
+            self.contract.end_pass()
 
     def zero_grad(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""

@@ -11,12 +11,9 @@ reduce-scatter followed by an all-gather, and the optimizer's update fits betwee
 
 from collections.abc import Sequence
 
-from minipar.backend import Array
 from minipar.comm.communicator import Communicator
-from minipar.memory import allocate
 from minipar.nn.parameter import Parameter
-from minipar.parallel.buckets import Bucket
-from minipar.parallel.chunks import Chunk, ShardedBucket, allocate_next_gradient
+from minipar.parallel.chunks import ShardedBucket
 from minipar.parallel.wrapper import DataParallel
 
 
@@ -28,17 +25,10 @@ class ZeroStage1(DataParallel):
     elements.
     """
 
-    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> ShardedBucket:
-        bucket = ShardedBucket(parameters, comm)
-        bucket.values = bucket.flatten_values("parameters")
-        bucket.chunk = Chunk(bucket, bucket.values[bucket.own], self.own_gradient(bucket))
-        bucket.updated = bucket.chunk.shards
-        return bucket
+    keeps_gradient = True  # a bucket's whole gradient, and not only until it is sent
 
-    def own_gradient(self, bucket: Bucket) -> Array:
-        """Allocate the bucket's whole gradient for all steps; return this rank's chunk of it, for the sum."""
-        # Every algorithm of the reduce-scatter reads this chunk before it writes into it.
-        return bucket.allocate_gradient()[bucket.own]
+    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> ShardedBucket:
+        return ShardedBucket(parameters, comm, self.keeps_gradient)
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the reduce-scatter of a bucket's gradients; this rank gets its chunk of the sum."""
@@ -72,18 +62,9 @@ class ZeroStage2(ZeroStage1):
     gradients stay sharded, and each microbatch sends them. Without that it sends as much as stage 1.
     """
 
-    accumulates_sums = True  # each sum is a chunk of its own, and is added to those before it
-
-    def own_gradient(self, bucket: Bucket) -> Array:
-        """Allocate this rank's chunk of the gradient alone; backward allocates the whole one."""
-        return allocate("gradients", bucket.own.stop - bucket.own.start, bucket.gradient_dtype)
-
-    def prepare(self) -> None:
-        """Allocate the whole gradient of the bucket that backward completes next."""
-        allocate_next_gradient(self.hooks, self.works)
+    keeps_gradient = False
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the sum as stage 1 does. Then the message alone refers to the whole gradient."""
-        bucket.allocate_gradient("buffers")  # if backward has not come to the bucket
         super().reduce(bucket)
         bucket.free_gradient()

@@ -6,10 +6,10 @@ from typing import Any
 from minipar.autograd.tensor import Tensor, grad_enabled
 from minipar.comm.communicator import Communicator
 from minipar.nn.optim import Optimizer, check_gradients
-from minipar.nn.parameter import Owner, Parameter, owners_of
+from minipar.nn.parameter import Parameter, owners_of
 from minipar.parallel.buckets import number_units
-from minipar.parallel.chunks import Chunk, ShardedBucket
-from minipar.parallel.contract import check_groups
+from minipar.parallel.chunks import ShardedBucket
+from minipar.parallel.contract import Contract, check_groups
 from minipar.parallel.placement import Placement
 
 
@@ -33,64 +33,48 @@ def ZeroOptimizer(
     behind computation. UsageError if the ranks of `comm` are not replicas, which hold the same
     parameters.
     """
-    return optimizer(ZeroShards(parameters, comm, algorithm).chunk.shards, **options)
+    return optimizer(ZeroShards(parameters, comm, algorithm).bucket.updated, **options)
 
 
-class ZeroShards(Owner):
-    """The owner of parameters and of this rank's shards of them, which an optimizer updates."""
+class ZeroShards(Contract):
+    """The owner of parameters and of this rank's shards of them, which sums gradients when a step needs them."""
+
+    remedy = "call step() of the ZeroOptimizer alone"
 
     def __init__(self, parameters: Sequence[Parameter], comm: Communicator, algorithm: str) -> None:
-        self.parameters = list(parameters)
         self.comm = comm
         self.algorithm = algorithm
         # Other owners, such as tensor parallelism, complete the gradients before they are summed.
-        self.others = owners_of(self.parameters)
-        for i, p in enumerate(self.parameters):
+        self.others = owners_of(parameters)
+        for i, p in enumerate(parameters):
             if p.placement is None:
                 p.placement = Placement(str(i), p.shape)  # it belongs to no named model
-        number_units([self.parameters])
-        check_groups([(self.parameters, comm)], is_complete=True)
-        self.bucket = ShardedBucket(self.parameters, comm)
-        self.values = self.bucket.flatten_values("parameters")
-        own = self.bucket.own
-        self.chunk = Chunk(self.bucket, self.values[own], self.bucket.allocate_gradient()[own])
-        self.state = "none"  # gradients are none or local, summed over the ranks, or used by a step
-        for p in (*self.parameters, *self.chunk.shards):
-            p.owners.append(self)
-        for leaf in self.bucket.leaves():
-            leaf.register_post_accumulate_grad_hook(self.on_gradient)
+        number_units([parameters])
+        check_groups([(parameters, comm)], is_complete=True)
+        self.bucket = ShardedBucket(parameters, comm, keeps_gradient=True)
+        super().__init__([self.bucket], self.gather, holds_values=True)
 
     def sum_gradients(self) -> list[Parameter]:
         """Sum the gradients over the ranks, once in a step, and return this rank's shards."""
         if self.state == "none":
-            check_gradients(self.parameters)
+            check_gradients(self.bucket.parameters)
             for owner in self.others:
-                owner.before_step(self.parameters)
-            self.comm.reduce_scatter(
-                self.bucket.complete(), out=self.chunk.gradient, algorithm=self.algorithm
-            )
-            self.chunk.accept_sums()
+                owner.before_step(self.bucket.parameters)
+            gradient = self.bucket.complete()
+            self.comm.reduce_scatter(gradient, out=self.bucket.chunk.gradient, algorithm=self.algorithm)
+            self.bucket.chunk.accept_sums()
             self.state = "summed"
-        return self.chunk.shards
+        return self.bucket.updated
 
-    def before_step(self, parameters: Sequence[Parameter]) -> None:
-        """Sum the gradients, unless their norm has done so. RuntimeError if a step has used them."""
-        if self.state == "used":
-            raise RuntimeError("optimizer.step() twice for one backward(): call zero_grad() in between")
-        self.sum_gradients()
-
-    def after_step(self) -> None:
+    def gather(self) -> None:
         """Gather the updated parameters."""
-        self.comm.all_gather(self.chunk.data, out=self.values, algorithm="pairwise")
+        bucket = self.bucket
+        self.comm.all_gather(bucket.chunk.data, out=bucket.values, algorithm="pairwise")
         for owner in self.others:
             owner.after_step()
-        self.state = "used"
 
     def forget_gradients(self) -> None:
-        """Forget all gradients; `zero_grad` of the model or of the optimizer calls it."""
-        self.state = "none"
-        for p in (*self.parameters, *self.chunk.shards):
-            p.zero_grad()
+        super().forget_gradients()
         for owner in self.others:
             owner.forget_gradients()
 
@@ -99,20 +83,15 @@ class ZeroShards(Owner):
     def on_gradient(self, leaf: Tensor) -> None:
         """Raise RuntimeError if backward has added to gradients that were summed or used already."""
         if self.state != "none":
-            remedy = "clip after the last backward of a step, and call zero_grad() after step()"
-            raise RuntimeError(f"backward() would add to {self.state} gradients: {remedy}")
+            raise RuntimeError(
+                f"backward() would add to {self.state} gradients: clip after the last backward of a "
+                "step, and call zero_grad() after step()"
+            )
 
     def before_mean_loss(self) -> None:
         """Raise RuntimeError if a script computes a rank's own mean, to train on it."""
         if self.comm.size > 1 and grad_enabled.get():
-            why = f"ZeroOptimizer would add up the gradients of {self.comm.size} ranks' means"
-            raise RuntimeError(f"{why}: divide model.loss_sum(x, y) by the targets of all ranks")
-
-    def check_optimizer(self, parameters: Sequence[Parameter]) -> None:
-        """Raise ValueError for another optimizer, which would update the parameters a second time."""
-        if not set(parameters).isdisjoint(self.parameters):
-            raise ValueError("a ZeroOptimizer updates these parameters already: call its step() alone")
-
-    def check_sum(self, parameters: Sequence[Parameter], group: Communicator, is_complete: bool) -> None:
-        """Raise ValueError: a second sum over ranks would count gradients several times."""
-        self.check_optimizer(parameters)
+            raise RuntimeError(
+                f"ZeroOptimizer would add up the gradients of {self.comm.size} ranks' means: divide "
+                "model.loss_sum(x, y) by the targets of all ranks"
+            )

@@ -12,6 +12,7 @@ from minipar.parallel.buckets import BackwardHooks, Bucket, by_unit
 from minipar.parallel.chunks import Chunk
 from minipar.parallel.placement import Placement, attach_placements
 from minipar.parallel.wrap import fully_shard, shard
+from minipar.parallel.wrapper import DataParallel
 
 # ---- which parameters travel together --------------------------------------------------------------------------------
 
@@ -37,8 +38,8 @@ class Watched:
         self.sent = []
         self.buckets = [Bucket(group, serial()) for group in groups]
         for bucket in self.buckets:
-            bucket.allocate_gradient()[:] = np.nan
-        self.hooks = BackwardHooks(self.buckets, lambda: None, self.send, lambda: None)
+            bucket.allocate_gradient("gradients")[:] = np.nan
+        self.hooks = BackwardHooks(self.buckets, lambda: None, self.send)
 
     def send(self, bucket):
         bucket.complete()
@@ -74,10 +75,9 @@ def test_passes_send_again_after_no_sync(fails):
     """They do so also after an error in it. The end of a no_sync inside another one changes nothing."""
     model = MLP()
     watched = Watched(model, model.parameters())
-    hooks = watched.hooks
     try:
-        with hooks.no_sync():
-            with hooks.no_sync():
+        with DataParallel.no_sync(watched):
+            with DataParallel.no_sync(watched):
                 assert watched.backward() == []
             assert watched.backward() == []
             if fails:

@@ -94,18 +94,19 @@ class PipelineModule(Module, Owner):
         """Raise ValueError for a plain optimizer: the replicas would drift apart."""
         if self.mesh.dp.size == 1:
             return
-        replicas = f"its {self.mesh.dp.size} data-parallel replicas"
-        remedy = "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...)"
         raise ValueError(
-            f"the gradients of a PipelineModule are not summed over {replicas}: "
-            f"write {remedy} instead of AdamW(model.parameters(), ...)"
+            f"the gradients of a PipelineModule are not summed over its {self.mesh.dp.size} data-parallel "
+            "replicas: write ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...) instead of "
+            "AdamW(model.parameters(), ...)"
         )
 
     def check_sum(self, parameters: Sequence[Parameter], group: Communicator, is_complete: bool) -> None:
         """Raise UsageError if gradients would be summed over other ranks than those of mesh.dp."""
         if group.ranks != self.mesh.dp.ranks:
-            why = f"its replicas are those of mesh.dp, ranks {self.mesh.dp.ranks}"
-            raise UsageError(f"a PipelineModule summed over {group.axis}, ranks {group.ranks}: {why}")
+            raise UsageError(
+                f"a PipelineModule summed over {group.axis}, ranks {group.ranks}: its replicas are those "
+                f"of mesh.dp, ranks {self.mesh.dp.ranks}"
+            )
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Collect the parameters of all stages, whole, on rank 0 of the mesh; the other ranks get {}.
@@ -123,8 +124,7 @@ class PipelineModule(Module, Owner):
             placement = placement_of(p)
             array = state[placement.name]
             if array.shape != placement.shape:
-                shapes = f"shape {array.shape}, expected {placement.shape}"
-                raise ValueError(f"{placement.name} has {shapes}")
+                raise ValueError(f"{placement.name} has shape {array.shape}, expected {placement.shape}")
             whole = from_host(np.ascontiguousarray(array, dtype=p.dtype))
             p.data[...] = local_part(placement.tp, whole, range(p.size)).reshape(p.shape)
 

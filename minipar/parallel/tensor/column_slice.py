@@ -18,9 +18,10 @@ class ColumnSlice(Tensor):
 
     def refuse(self, *inputs: Any, **options: Any) -> Any:
         """Raise UsageError: each rank would compute with its own columns alone."""
-        what = f"an operation over the columns of a ColumnParallelLinear, of which this rank has {self.shape[-1]}"
-        remedy = "give them to a RowParallelLinear, or to mp.vocab_parallel_cross_entropy_sum"
-        raise UsageError(f"{what}: {remedy}")
+        raise UsageError(
+            "an operation over the columns of a ColumnParallelLinear, of which this rank has "
+            f"{self.shape[-1]}: give them to a RowParallelLinear, or to mp.vocab_parallel_cross_entropy_sum"
+        )
 
     softmax = log_softmax = check_whole = refuse
 

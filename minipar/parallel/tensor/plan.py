@@ -100,13 +100,11 @@ class TensorParallel(Owner):
         """Raise UsageError if data parallelism would sum a gradient before its terms are added over tp."""
         if not is_complete:
             name = placement_of(self.partial[0]).name
-            why = (
-                f"the gradient of {name} covers a part of the tokens, columns or heads on each rank of tp"
+            raise UsageError(
+                f"the gradient of {name} covers a part of the tokens, columns or heads on each rank of "
+                "tp: write tensor = mp.tensor_parallel(...), then "
+                "mp.shard(..., before_reduce=tensor.sum_partial)"
             )
-            remedy = (
-                "tensor = mp.tensor_parallel(...), then mp.shard(..., before_reduce=tensor.sum_partial)"
-            )
-            raise UsageError(f"{why}: write {remedy}")
 
     def before_step(self, parameters: Sequence[Parameter]) -> None:
         """Sum these gradients over the ranks, unless data parallelism has done so before."""
