@@ -2,16 +2,17 @@
 
 All other code writes `xp.add`, `xp.matmul`, ... and never names NumPy for values on the device.
 Only `to_host` and `from_host` copy between device and host. CuPy refuses every other copy, and so
-does the tests' stand-in for it.
+does the tests' stand-in for it. A copy to the host waits for the device; one from the host does not.
 """
 
 import ctypes
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import ml_dtypes  # noqa: F401 adds bfloat16 to NumPy
 import numpy as np
@@ -77,8 +78,9 @@ xp: Any = _ArrayModule()
 
 def use(module: Any) -> None:
     """Make `module` (numpy, cupy, or another module with their interface) the array module of all threads."""
-    vars(xp).clear()
-    xp.module = module
+    # Ranks that are threads all choose it, and the first may compute already.
+    if module is not xp.module:
+        xp.__dict__ = {"module": module}
 
 
 @contextmanager
@@ -94,14 +96,29 @@ def setting(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
         variable.reset(token)
 
 
-def use_device(device: str, rank: int) -> None:
-    """Choose "cpu" (NumPy) or "cuda" (CuPy, GPU `rank` modulo the host's).
+class _ThisRank(threading.local):
+    """What belongs to the rank that runs in this thread."""
 
-    UsageError if CuPy or a GPU is missing.
+    rank = 0  # in the world; `world` and `run_local` set it
+
+    def __init__(self) -> None:
+        self.checks: list[tuple[Array, Callable[[], NoReturn]]] = []  # of `refuse_if`, not read yet
+
+
+this_rank = _ThisRank()
+
+
+def use_device(device: str) -> None:
+    """Compute with NumPy ("cpu") or, on a GPU, with CuPy ("cuda"): rank r takes GPU r modulo their number.
+
+    Each rank calls it once, before it makes an array, such as a model. UsageError for another name, and
+    if CuPy or a GPU is missing. NB: CUDA's number of a GPU; torch.cuda.set_device takes it.
     """
     if device == "cpu":
         use(np)
         return
+    if device != "cuda":
+        raise UsageError(f"device {device!r}: expected cpu or cuda")
     try:
         import cupy
 
@@ -109,7 +126,7 @@ def use_device(device: str, rank: int) -> None:
     except Exception as error:
         needs = "cuda needs CuPy (pip install 'minipar[gpu]') and a GPU"
         raise UsageError(f"device {needs}: {error}") from None
-    cupy.cuda.Device(rank % count).use()
+    cupy.cuda.Device(this_rank.rank % count).use()
     use(cupy)
 
 
@@ -118,11 +135,54 @@ def is_host(array: Array) -> bool:
     return isinstance(array, np.ndarray)
 
 
+def module_of(array: Array) -> Any:
+    """Return the module whose functions take this array: NumPy, or that of the device."""
+    return np if is_host(array) else xp
+
+
 def to_host(array: Array) -> np.ndarray:
     """Return the values as a NumPy array: the array itself if it is one, else a copy (`.get()`)."""
-    return array if is_host(array) else array.get()
+    if is_host(array):
+        return array
+    read_checks()
+    return array.get()
 
 
 def from_host(array: np.ndarray) -> Array:
     """Return the values as an array of the current module: the array itself under NumPy, else a copy on the device."""
     return array if xp.module is np else xp.asarray(array)
+
+
+def on_device(value: Any) -> Any:
+    """Return what a user gives to an operation, with NumPy arrays, also those of an index, copied to the device."""
+    if xp.module is np:
+        return value
+    if isinstance(value, tuple):
+        return tuple([on_device(item) for item in value])
+    return from_host(value) if is_host(value) else value
+
+
+def read_numbers(values: Sequence[Array]) -> list[float]:
+    """Return the values of arrays without dims, in one copy."""
+    return to_host(xp.stack(values)).tolist() if values else []
+
+
+def refuse_if(flag: Array, refuse: Callable[[], NoReturn]) -> None:
+    """Call `refuse`, which raises an error, if the flag is true.
+
+    A flag on the device is read with the next value that anything reads, or before the optimizer's
+    step, so that the check itself does not wait.
+    """
+    if not isinstance(flag, np.bool_):
+        this_rank.checks.append((flag, refuse))
+    elif flag:
+        refuse()
+
+
+def read_checks() -> None:
+    """Read the flags that are still on the device, in one copy, and refuse the first that is true."""
+    checks, this_rank.checks = this_rank.checks, []
+    if checks:
+        flags = xp.stack([flag for flag, _ in checks]).get()
+        for flag, (_, refuse) in zip(flags, checks, strict=True):
+            refuse_if(flag, refuse)
