@@ -97,12 +97,14 @@ def setting(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
 
 
 class _ThisRank(threading.local):
-    """What belongs to the rank that runs in this thread."""
+    """The state of the rank that runs in this thread."""
 
     rank = 0  # in the world; `world` and `run_local` set it
 
     def __init__(self) -> None:
-        self.checks: list[tuple[Array, Callable[[], NoReturn]]] = []  # of `refuse_if`, not read yet
+        self.checks: list[
+            tuple[Array, Callable[[], NoReturn]]
+        ] = []  # flags of `refuse_if` that were not read yet
 
 
 this_rank = _ThisRank()

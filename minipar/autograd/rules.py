@@ -296,7 +296,7 @@ def getitem(x: Array, index: Any) -> Result:
         elif not any(isinstance(part, list | xp.ndarray) for part in parts):
             full[index] += g  # no element is taken twice
         else:  # CuPy's `add.at` has no order
-            element = xp.arange(full.size).reshape(shape)[index]  # of x, for each element of g
+            element = xp.arange(full.size).reshape(shape)[index]  # which one of x it is, for all of g
             add_rows(g.reshape(-1, 1), element.reshape(-1), full.reshape(-1, 1))
         return full
 

@@ -282,7 +282,9 @@ class _Function:
         except TypeError as error:
             raise TypeError(f"cupy.{self._name}{signature}: {error}") from None
 
-    def __getattr__(self, name: str) -> Any:  # add.at, add.reduce
+    def __getattr__(self, name: str) -> Any:  # add.outer, add.reduce
+        if name in ("at", "reduceat"):
+            raise AttributeError(f"CuPy's {self._name}.{name} has no fixed order, or takes differences of long sums")
         real = getattr(self._real, name)
         return _Function(f"{self._name}.{name}", getattr(self._function, name), real)
 

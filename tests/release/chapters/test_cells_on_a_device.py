@@ -50,6 +50,6 @@ def test_a_cell_fails_only_where_it_mixes_arrays_itself(chapter, monkeypatch, tm
                 (where, *_) = [file for file in reversed(files) if re.search("/(chapters|minipar)/", file)]
                 allowed = isinstance(error, NameError | TypeError | AttributeError) or COUNTS_BYTES.search(cell)
                 if "/minipar/" in where or not allowed:
-                    unexpected.append((error, where, cell))
+                    unexpected.append(f"{error!r:.200} in {where}, in the cell that begins {cell[:200]!r}")
     assert unexpected == []
-    assert failed <= len(cells) / 3
+    assert failed < len(cells) / 2
