@@ -11,6 +11,7 @@ from .autograd import relu as relu
 from .autograd import softmax as softmax
 from .autograd import stack as stack
 from .autograd import where as where
+from .backend import use_device as use_device
 from .comm.communicator import Communicator as Communicator
 from .comm.launch import launch as launch
 from .comm.mesh import DeviceMesh as DeviceMesh

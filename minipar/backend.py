@@ -2,12 +2,13 @@
 
 All other code writes `xp.add`, `xp.matmul`, ... and never names NumPy for values on the device.
 Only `to_host` and `from_host` copy between device and host. CuPy refuses every other copy, and so
-does the tests' stand-in for it.
+does the tests' stand-in for it. A copy to the host waits for the device; one from the host does not.
 """
 
 import ctypes
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
@@ -77,8 +78,9 @@ xp: Any = _ArrayModule()
 
 def use(module: Any) -> None:
     """Make `module` (numpy, cupy, or another module with their interface) the array module of all threads."""
-    vars(xp).clear()
-    xp.module = module
+    # Ranks that are threads all choose it, and the first may compute already.
+    if module is not xp.module:
+        xp.__dict__ = {"module": module}
 
 
 @contextmanager
@@ -94,14 +96,26 @@ def setting(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
         variable.reset(token)
 
 
-def use_device(device: str, rank: int) -> None:
-    """Choose "cpu" (NumPy) or "cuda" (CuPy, GPU `rank` modulo the host's).
+class _ThisRank(threading.local):
+    """The rank that runs in this thread."""
 
-    UsageError if CuPy or a GPU is missing.
+    rank = 0  # in the world; `world` and `run_local` set it
+
+
+this_rank = _ThisRank()
+
+
+def use_device(device: str) -> None:
+    """Compute with NumPy ("cpu") or, on a GPU, with CuPy ("cuda"): rank r takes GPU r modulo their number.
+
+    Each rank calls it once, before it makes an array, such as a model. UsageError for another name, and
+    if CuPy or a GPU is missing. NB: CUDA's number of a GPU; torch.cuda.set_device takes it.
     """
     if device == "cpu":
         use(np)
         return
+    if device != "cuda":
+        raise UsageError(f"device {device!r}: expected cpu or cuda")
     try:
         import cupy
 
@@ -109,13 +123,18 @@ def use_device(device: str, rank: int) -> None:
     except Exception as error:
         needs = "cuda needs CuPy (pip install 'minipar[gpu]') and a GPU"
         raise UsageError(f"device {needs}: {error}") from None
-    cupy.cuda.Device(rank % count).use()
+    cupy.cuda.Device(this_rank.rank % count).use()
     use(cupy)
 
 
 def is_host(array: Array) -> bool:
     """Return True for a NumPy array, whose memory MPI can read."""
     return isinstance(array, np.ndarray)
+
+
+def module_of(array: Array) -> Any:
+    """Return the module whose functions take this array: NumPy, or that of the device."""
+    return np if is_host(array) else xp
 
 
 def to_host(array: Array) -> np.ndarray:
@@ -126,3 +145,17 @@ def to_host(array: Array) -> np.ndarray:
 def from_host(array: np.ndarray) -> Array:
     """Return the values as an array of the current module: the array itself under NumPy, else a copy on the device."""
     return array if xp.module is np else xp.asarray(array)
+
+
+def on_device(value: Any) -> Any:
+    """Return what a user gives to an operation, with NumPy arrays, also those of an index, copied to the device."""
+    if xp.module is np:
+        return value
+    if isinstance(value, tuple):
+        return tuple([on_device(item) for item in value])
+    return from_host(value) if is_host(value) else value
+
+
+def read_numbers(values: Sequence[Array]) -> list[float]:
+    """Return the values of arrays without dims, in one copy."""
+    return to_host(xp.stack(values)).tolist() if values else []

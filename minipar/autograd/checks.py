@@ -4,7 +4,7 @@ from math import prod
 
 import numpy as np
 
-from minipar.backend import Array, to_host, xp
+from minipar.backend import Array, module_of, to_host
 from minipar.errors import UsageError
 
 IGNORE_INDEX = -100  # PyTorch's and Hugging Face's mark for "no target here"
@@ -14,8 +14,8 @@ def check_ids(ids: Array, count: int, what: str, where: str = "") -> None:
     """Raise UsageError, with the first wrong id and its index, unless all ids are in 0..count-1.
 
     NumPy would take -1 as the last row, and a rank that holds a part of the vocabulary would take
-    any id as another rank's. On a GPU the check waits for the ids, as `loss.item()` waits for the
-    loss.
+    any id as another rank's. Ids that are on the host are checked there; for those on a GPU the check
+    waits.
     """
     if ids.dtype.kind not in "iu":
         raise UsageError(f"{what}s of dtype {ids.dtype}: expected integers")
@@ -30,5 +30,5 @@ def check_targets(targets: Array, rows: tuple[int, ...], count: int) -> None:
     """Raise UsageError unless targets have the shape of the logits' rows, or are flat, and are ids or -100."""
     if targets.shape != rows and targets.shape != (prod(rows),):
         raise UsageError(f"targets of shape {tuple(targets.shape)} for logits of {rows} tokens")
-    ids = xp.where(targets == IGNORE_INDEX, 0, targets)
+    ids = module_of(targets).where(targets == IGNORE_INDEX, 0, targets)
     check_ids(ids, count, "target", where=f", which is not {IGNORE_INDEX}")

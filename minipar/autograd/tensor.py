@@ -18,7 +18,7 @@ import numpy as np
 import minipar.autograd.rules as rules
 from minipar.autograd.backward import Node, node_numbers, run_backward, unbroadcast
 from minipar.autograd.rules import Dims, Gradient, Gradients, LazyGradient
-from minipar.backend import Array, setting, xp
+from minipar.backend import Array, on_device, setting, to_host, xp
 from minipar.memory import hold
 
 SHOWN = 8  # elements of a tensor whose values are printed; of a larger one the shape is
@@ -77,7 +77,7 @@ def record(node: Function, inputs: Sequence[Any]) -> Tensor:
         else:
             sources.append(x.node)
     node.inputs = tuple(sources)
-    arrays = [x.data if isinstance(x, Tensor) else x for x in inputs]
+    arrays = [x.data if isinstance(x, Tensor) else on_device(x) for x in inputs]
     output = Tensor(node.forward(*arrays))
     hold("activations", output.data, *node.saved.values())
     if any(node.needs):
@@ -163,7 +163,7 @@ class Tensor:
 
     def __init__(self, data: Array, requires_grad: bool = False) -> None:
         # NumPy's reductions and 0-d arithmetic give scalars; CuPy's give 0-d arrays, as we do.
-        self.data: Array = np.asarray(data) if isinstance(data, np.generic) else data
+        self.data: Array = on_device(np.asarray(data) if isinstance(data, np.generic) else data)
         self.requires_grad = requires_grad
         self.grad: Array | None = None
         self.grad_buffer: Array | None = None
@@ -194,7 +194,7 @@ class Tensor:
 
     def item(self) -> float:
         """Return the value of a tensor of one element. ValueError for more elements, or none."""
-        return self.data.item()
+        return to_host(self.data).item()
 
     def __float__(self) -> float:
         return float(self.item())
@@ -251,6 +251,7 @@ class Tensor:
         """
         if gradient is None and self.size == 1:
             gradient = xp.ones_like(self.data)
+        gradient = on_device(gradient)
         if gradient is None or gradient.shape != self.shape:
             raise ValueError(
                 f"backward() of a tensor of shape {self.shape} needs a gradient of that shape"

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from minipar.backend import Value, prepare_process
+from minipar.backend import Value, prepare_process, this_rank
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import run_local, serial
 from minipar.errors import UsageError, error_line, print_line
@@ -70,6 +70,7 @@ def world() -> Communicator:
             raise UsageError(
                 f"{variable} = {count} processes were started, but MPI sees 1 rank: {remedy}"
             )
+    this_rank.rank = comm.rank
     return comm
 
 

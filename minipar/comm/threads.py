@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.backend import Value, one_blas_thread
+from minipar.backend import Value, one_blas_thread, this_rank
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.transport import USER_TAGS, Link, Request, has_returned
@@ -170,6 +170,7 @@ def run_local(
 
     def run(rank: int) -> None:
         try:
+            this_rank.rank = rank
             transport = ThreadTransport(world, range(ranks), rank)
             comm = Communicator(transport, clock=clock() if callable(clock) else clock, network=network)
             try:

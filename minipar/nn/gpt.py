@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
+
 from minipar.autograd.attention import causal_attention
 from minipar.autograd.fused import cross_entropy_sum, gelu, linear
 from minipar.autograd.recompute import checkpoint
 from minipar.autograd.tensor import Tensor
-from minipar.backend import Array, xp
+from minipar.backend import Array
 from minipar.nn.layers import Dropout, Embedding, LayerNorm, Linear
 from minipar.nn.module import Module, Segment, array_of
 from minipar.nn.parameter import Parameter
@@ -184,7 +186,7 @@ class LanguageModel(Module):
         self.dtype = dtype
         self.recompute = recompute
         # What strategies replace. A rank that has all tokens of a sequence has the positions 0 to T - 1.
-        self.positions: Callable[[int], Array] = xp.arange
+        self.positions: Callable[[int], Array] = np.arange
         self.project: Callable[[Tensor, Tensor], Tensor] = partial(linear, transposed=True)
         self.criterion: Callable[[Tensor, Array], Tensor] = cross_entropy_sum
 

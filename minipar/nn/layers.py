@@ -20,7 +20,7 @@ from minipar.autograd.fused import dropout, embedding, layer_norm, linear
 from minipar.autograd.tensor import Tensor, randomness
 from minipar.backend import Array, from_host, setting, xp
 from minipar.errors import UsageError
-from minipar.nn.module import Module
+from minipar.nn.module import Module, array_of
 from minipar.nn.parameter import Parameter, placeholder
 
 
@@ -115,9 +115,9 @@ class Embedding(Module):
 
     def checked(self, index: Array) -> Array:
         """Return the index as an array, every element of which is in 0..count-1."""
-        index = xp.asarray(index)
+        index = array_of(index)
         check_ids(index, self.count, "token", where=f" of {self.name}")
-        return index
+        return from_host(index)
 
 
 class LayerNorm(Module):

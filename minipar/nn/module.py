@@ -16,8 +16,11 @@ from minipar.nn.parameter import Parameter, owners_of, zero_grad
 
 
 def array_of(batch: Any) -> Array:
-    """Return a batch as an array: a list or a tensor of torch is copied. TypeError for a Tensor."""
-    return xp.asarray(batch)
+    """Return a batch as an array, on the host or on the device; a list or a tensor of torch is copied.
+
+    An operation copies a host array to the device. TypeError for a Tensor.
+    """
+    return batch if isinstance(batch, xp.ndarray) else np.asarray(batch)
 
 
 class Module:
@@ -125,8 +128,7 @@ class Module:
             if shape != expected.get(name):
                 raise ValueError(f"{name} has shape {shape}, expected {expected.get(name)}")
         for name, parameter in parameters.items():
-            values = np.ascontiguousarray(state[name], dtype=parameter.dtype)
-            parameter.data[...] = from_host(values)
+            parameter.data[...] = from_host(array_of(state[name]))
 
 
 def _items(values: Mapping[str, object]) -> Iterator[tuple[str, Parameter | Module]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.backend import Array, from_host, to_host, xp
+from minipar.backend import Array, from_host, on_device, to_host, xp
 from minipar.memory import hold
 from minipar.nn.parameter import Parameter, owners_of, zero_grad
 
@@ -42,7 +42,7 @@ class Optimizer:
         self.steps += 1
         for i, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                self.update(i, parameter, parameter.grad)
+                self.update(i, parameter, on_device(parameter.grad))
                 parameter.used_gradient = parameter.grad
         for owner in owners:
             owner.after_step()

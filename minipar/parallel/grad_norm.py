@@ -7,10 +7,11 @@ unit; then chunks in rank order.
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
-from minipar.backend import Array, is_host
+from minipar.backend import Array, is_host, read_numbers
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.parameter import Parameter, owners_of
@@ -91,16 +92,28 @@ def squared_norm(arrays: Iterable[Array]) -> float:
     Ranks that hold a chunk each, and one device that goes through the same chunks, get the same
     bits. On a device a block is a whole array, because a launch costs more than the cache saves.
     """
+    return add_numbers(read_numbers([square for array in arrays for square in squares_of(array)]))
+
+
+def add_numbers(numbers: Iterable[float]) -> float:
+    """Add from left to right. (Python's `sum` of floats corrects its rounding from 3.12 on.)"""
     total = 0.0
-    for array in arrays:
-        flat = array.reshape(-1)
-        starts = range(0, flat.size, BLOCK)
-        blocks = [flat[start : start + BLOCK] for start in starts] if is_host(flat) else [flat]
-        for block in blocks:
-            if block.dtype.itemsize == 2:
-                block = block.astype("float32")
-            total += float((block * block).sum(dtype="float64"))
+    for number in numbers:
+        total += number
     return total
+
+
+def squares_of(array: Array) -> list[Array]:
+    """Return the sum of the squares of each block of an array, in float64, where the array is."""
+    flat = array.reshape(-1)
+    starts = range(0, flat.size, BLOCK)
+    blocks = [flat[start : start + BLOCK] for start in starts] if is_host(flat) else [flat]
+    squares = []
+    for block in blocks:
+        if block.dtype.itemsize == 2:
+            block = block.astype("float32")
+        squares.append((block * block).sum(dtype="float64"))
+    return squares
 
 
 def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) -> np.ndarray:
@@ -109,6 +122,8 @@ def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) ->
     With `own_only` the one chunk is this rank's.
     """
     squares = np.zeros((chunks, placement_of(parameters[0]).units, 2))
+    blocks: list[Array] = []
+    places = []  # where in `squares` the next so many blocks belong
     for p in parameters:
         if p.grad is None:
             continue
@@ -116,8 +131,12 @@ def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) ->
         kind = SPLIT if isinstance(placement.tp, Shard) else WHOLE
         gradient = p.grad.reshape(-1)
         for chunk, elements in enumerate(elements_by_chunk(p, chunks, own_only)):
-            square = squared_norm([gradient[elements.start : elements.stop]])
-            squares[chunk, placement.unit, kind] += square
+            own = squares_of(gradient[elements.start : elements.stop])
+            places.append((chunk, placement.unit, kind, len(own)))
+            blocks += own
+    numbers = iter(read_numbers(blocks))  # all in one copy
+    for *place, count in places:
+        squares[tuple(place)] += add_numbers(islice(numbers, count))
     return squares
 
 

@@ -32,7 +32,7 @@ def run(world: Communicator, argv: Sequence[str] | None = None) -> int:
     network = Network(*args.network) if args.network else None
     # The same ranks, with the clock and the network of the flags.
     world = Communicator(world.transport, clock=args.clock, network=network)
-    use_device(args.device, world.rank)
+    use_device(args.device)
     ledger = MemoryLedger()
     with ledger.recording() if args.memory else nullcontext():
         trainer, held_out = make_trainer(args, world)

@@ -10,11 +10,14 @@
 - Reductions and single elements are arrays of no dimensions, not NumPy scalars.
 
 Stricter than CuPy in two places, on purpose: `numpy.exp(array)` raises (CuPy would compute it on the device, but the
-code should say `xp`), and so does an index or a value that is a NumPy array.
+library should say `xp`), and so does an index or a value that is a NumPy array. Programs of users, who write `numpy`,
+run inside `as_cupy()`, where NumPy's functions and such an index are what they are under CuPy. `waits` has a name for
+each time that something waited for the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -33,6 +36,9 @@ _DOORS = {"asarray", "array"}  # the functions that take host arrays
 # Methods that are a function of the same name and arguments; the compiled method itself does not say what it takes.
 _REDUCTIONS = set("all any argmax argmin clip cumsum max mean min prod std sum take var".split())
 _UFUNC_KEYWORDS = {"out", "dtype", "casting"}
+_SHAPED_BY_VALUES = {"flatnonzero", "nonzero", "argwhere", "unique", "bincount", "repeat"}  # CuPy waits for the shape
+
+waits: list[str] = []
 
 
 def _refuse(value: Any, where: str) -> TypeError:
@@ -75,6 +81,7 @@ class ndarray:
 
     def get(self) -> np.ndarray:
         """A copy on the host."""
+        waits.append("get")
         return self._host.copy()
 
     def set(self, array: np.ndarray) -> None:
@@ -105,6 +112,7 @@ class ndarray:
             return functools.partial(getattr(_names, name), self)
         value = getattr(self._host, name)
         if name in ("item", "tolist", "tobytes"):  # a copy to the host, asked for by name
+            waits.append(name)
             return value
         return _Function(f"ndarray.{name}", value, getattr(cupy.ndarray, name)) if callable(value) else _outward(value)
 
@@ -112,12 +120,12 @@ class ndarray:
         raise AttributeError(f"cannot set {name!r}")
 
     def __getitem__(self, key: Any) -> ndarray:
-        return _outward(self._host[_inward(key, "an index")])
+        return _outward(self._host[_key(key, self.shape)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if not isinstance(value, (ndarray, *_SCALARS)):
             raise _refuse(value, "an assignment")
-        self._host[_inward(key, "an index")] = _inward(value, "an assignment")
+        self._host[_key(key, self.shape)] = _inward(value, "an assignment")
 
     def __len__(self) -> int:
         return len(self._host)
@@ -126,16 +134,16 @@ class ndarray:
         return (_outward(row) for row in self._host)
 
     def __bool__(self) -> bool:
-        return bool(self._host)
+        return bool(self.get())
 
     def __int__(self) -> int:
-        return int(self._host)
+        return int(self.get())
 
     def __index__(self) -> int:
-        return operator.index(self._host)
+        return operator.index(self.get())
 
     def __float__(self) -> float:
-        return float(self._host)
+        return float(self.get())
 
     def __copy__(self) -> ndarray:
         return ndarray(self._host.copy())
@@ -148,6 +156,50 @@ class ndarray:
 
     def __repr__(self) -> str:
         return f"strict{self._host!r}"
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, np.ndarray) and part.dtype.kind == "b"
+
+
+def _key(key: Any, shape: tuple[int, ...]) -> Any:
+    """An index for NumPy. CuPy waits for the number of True elements, and takes integers modulo the size of the dim."""
+    parts = list(key) if isinstance(key, tuple) else [key]
+    if ndarray.__array_ufunc__ is None:
+        _inward(key, "an index")
+    parts = [part._host if isinstance(part, ndarray) else part for part in parts]
+    taken = [0 if p is None or p is ... else p.ndim if _is_mask(p) else 1 for p in parts]
+    dim = 0
+    for i, part in enumerate(parts):
+        if part is ...:
+            dim += len(shape) - sum(taken)
+        elif _is_mask(part):
+            waits.append("an index of booleans")
+        elif isinstance(part, np.ndarray):
+            parts[i] = part % shape[dim]
+        dim += taken[i]
+    return tuple(parts) if isinstance(key, tuple) else parts[0]
+
+
+@contextlib.contextmanager
+def as_cupy() -> Any:
+    """Let NumPy's functions work on these arrays as on CuPy's: on the device, and without NumPy's arrays."""
+
+    def ufunc(self: ndarray, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if "out" in options:
+            (options["out"],) = options["out"]
+        return getattr(_names, function.__name__)(*inputs, **options) if method == "__call__" else NotImplemented
+
+    def any_function(self: ndarray, function: Any, _: Any, args: Any, options: Any) -> Any:
+        path = [*function.__module__.split(".")[1:], function.__name__]
+        return functools.reduce(getattr, path, _names)(*args, **options)
+
+    before = ndarray.__array_function__
+    ndarray.__array_ufunc__, ndarray.__array_function__ = ufunc, any_function
+    try:
+        yield
+    finally:
+        ndarray.__array_ufunc__, ndarray.__array_function__ = None, before
 
 
 def _operators() -> None:
@@ -208,6 +260,8 @@ class _Function:
         else:
             self._check_signature(args, kwargs)
         where = f"xp.{self._name}"
+        if self._name in _SHAPED_BY_VALUES:
+            waits.append(self._name)
         if self._name in _DOORS and isinstance(args[0], np.ndarray):
             inward = (args[0].copy(), *args[1:])  # to the device is a copy: later changes on the host stay there
         else:
@@ -228,7 +282,9 @@ class _Function:
         except TypeError as error:
             raise TypeError(f"cupy.{self._name}{signature}: {error}") from None
 
-    def __getattr__(self, name: str) -> Any:  # add.at, add.reduce
+    def __getattr__(self, name: str) -> Any:  # add.outer, add.reduce
+        if name in ("at", "reduceat"):
+            raise AttributeError(f"CuPy's {self._name}.{name} has no fixed order, or takes differences of long sums")
         real = getattr(self._real, name)
         return _Function(f"{self._name}.{name}", getattr(self._function, name), real)
 

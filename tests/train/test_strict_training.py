@@ -14,9 +14,11 @@ import strict_array
 from combinations import TEXT, config_of, equals_one_device
 from training import run_until, using
 
-import minipar
+import minipar as mp
 from minipar import backend
+from minipar.autograd import embedding
 from minipar.comm import serial
+from minipar.errors import UsageError
 from minipar.nn import GPT, SGD, AdamW, GPTConfig
 from minipar.parallel.grad_norm import clip_grad_norm
 
@@ -26,18 +28,19 @@ TOKENS = RANDOM.integers(0, 17, (3, 4, 9))
 
 
 def serial_training(make_optimizer, recompute):
-    """Three steps of the serial GPT; returns the losses and the final parameters."""
+    """Three steps of the serial GPT on NumPy's tokens; returns the losses, the final parameters, and what waited."""
+    strict_array.waits.clear()
     model = GPT(CONFIG, dtype="float64", recompute=recompute)
     optimizer, losses = make_optimizer(model.parameters()), []
     for rows in TOKENS:
-        rows = backend.from_host(rows.copy())
         model.zero_grad()
         loss = model.loss(rows[:, :8], rows[:, 1:])
         loss.backward()
         clip_grad_norm(model.parameters(), 0.5)
         optimizer.step()
         losses.append(loss.item())
-    return losses, model.state_dict()
+    waits = list(strict_array.waits)
+    return losses, model.state_dict(), waits
 
 
 def with_momentum(parameters):
@@ -46,10 +49,11 @@ def with_momentum(parameters):
 
 @pytest.mark.parametrize(("make_optimizer", "recompute"), [(AdamW, False), (with_momentum, True)])
 def test_the_serial_gpt_trains_on_a_device(device, make_optimizer, recompute):
-    losses, state = serial_training(make_optimizer, recompute)
+    losses, state, waits = serial_training(make_optimizer, recompute)
+    assert waits == ["get", "get"] * 3 or device is not strict_array  # in each step for the norm, and for the loss
     assert all(type(array) is np.ndarray for array in state.values())
     with using(np):
-        expected_losses, expected = serial_training(make_optimizer, recompute)
+        expected_losses, expected, _ = serial_training(make_optimizer, recompute)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
     for name in expected:
         np.testing.assert_allclose(state[name], expected[name], rtol=1e-9, atol=1e-11)
@@ -95,6 +99,59 @@ def test_device_arrays_are_resumed_under_another_layout(device, tmp_path):
         np.testing.assert_allclose(state[name], array, rtol=1e-8, atol=1e-11)
 
 
+def test_ids_on_the_device_are_asked_for_with_the_next_number(device):
+    model, rows = GPT(CONFIG), backend.from_host(TOKENS[0])
+    strict_array.waits.clear()
+    logits = model(rows[:, :8])
+    loss = mp.cross_entropy_sum(logits, rows[:, 1:])
+    assert strict_array.waits == [] and loss.item() > 0
+    assert strict_array.waits == ["get", "get"] or device is not strict_array
+    model.loss_sum(rows[:, :8], rows[:, 1:] + 17).backward()
+    with pytest.raises(UsageError, match=r"target \d+ at \[0, 0\]"):
+        SGD(model.parameters()).step()
+
+
+MIXED = {
+    "arithmetic": lambda x, a: 1 / (a - (x * a + a) / a),
+    "matmul": lambda x, a: a.T @ x + x.T @ a,
+    "an index": lambda x, a: x[np.array([2, 0, 2])] * x[np.array([0, 0, 1]), :],
+    "a mask": lambda x, a: x[a > 0] + mp.where(a > 0, x, a).sum(),
+    "joined": lambda x, a: mp.concatenate([x, a]) @ mp.Tensor(a.T),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_tensors_and_numpys_arrays_are_mixed_on_a_device(name, device):
+    def run():
+        x, a = RANDOM.standard_normal((2, 3, 3))
+        x = mp.Parameter(x)
+        y = MIXED[name](x, a)
+        y.backward(np.cos(np.arange(y.size)).reshape(y.shape))
+        return backend.to_host(y.data), backend.to_host(x.grad)
+
+    start = RANDOM.bit_generator.state
+    found = run()
+    with using(np):
+        RANDOM.bit_generator.state = start
+        np.testing.assert_allclose(np.concatenate(found, None), np.concatenate(run(), None), rtol=1e-12)
+
+
+@pytest.mark.parametrize("take", [lambda x, i: embedding(x, i), lambda x, i: x[i], lambda x, i: x[i, :]])
+def test_what_an_index_repeats_is_added_in_an_order_of_its_own(take, device):
+    def gradient(others):
+        x = mp.Parameter(np.zeros((9, 2), np.float32))
+        index = np.where(np.arange(500) % 3, RANDOM.integers(1, 8, 500), 8 if others else 1)
+        take(x, index).backward(np.where(index[:, None] == 8, 1e30, 0.1).astype(np.float32) * np.ones(2, np.float32))
+        return backend.to_host(x.grad), np.bincount(index, minlength=9)
+
+    start = RANDOM.bit_generator.state
+    for others in (False, True):
+        RANDOM.bit_generator.state = start
+        sums, counts = gradient(others)
+        np.testing.assert_allclose(sums[2:8], 0.1 * counts[2:8, None] * np.ones(2), rtol=1e-6)
+    assert (sums[0] == 0).all() and (sums[8] > 1e32).all()
+
+
 # ---- what the array module has ---------------------------------------------------------------------------------------
 
 
@@ -107,7 +164,7 @@ def test_a_forgotten_crossing_is_an_error():
 
 def xp_names():
     """Every `xp.NAME` and `xp.NAME.METHOD` in the package, as (file, [NAME, ...])."""
-    for path in sorted(Path(minipar.__file__).parent.rglob("*.py")):
+    for path in sorted(Path(mp.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             chain = []
             while isinstance(node, ast.Attribute):
@@ -155,6 +212,7 @@ def test_ranks_take_the_gpus_in_turns(gpus, monkeypatch):
     cuda = SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=lambda: gpus), Device=Device)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     with using(np):
-        for rank in range(4):
-            backend.use_device("cuda", rank)
-    assert used == [rank % gpus for rank in range(4)]
+        mp.launch(lambda world: mp.use_device("cuda"), threads=4)
+    assert sorted(used) == sorted(rank % gpus for rank in range(4))
+    with pytest.raises(UsageError, match="cuda:1"):
+        mp.use_device("cuda:1")

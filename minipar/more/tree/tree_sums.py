@@ -36,8 +36,8 @@ from collections.abc import Callable
 from math import gcd
 from typing import Any
 
-from minipar.autograd.fused import _LayerNorm, add_rows, as_rows, getter, product
-from minipar.autograd.rules import Gradient, Gradients, LazyGradient, Result
+from minipar.autograd.fused import _LayerNorm, as_rows, getter, product
+from minipar.autograd.rules import Gradient, Gradients, LazyGradient, Result, add_rows
 from minipar.autograd.tensor import Function, Tensor, operation, record
 from minipar.backend import Array, xp
 from minipar.more.llama import RMSNorm

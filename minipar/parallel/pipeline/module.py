@@ -7,11 +7,11 @@ from contextlib import nullcontext
 import numpy as np
 
 from minipar.autograd.tensor import Tensor, grad_enabled
-from minipar.backend import Array, from_host, xp
+from minipar.backend import Array, from_host, module_of, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError, check_divides
-from minipar.nn.module import Module, Segment
+from minipar.nn.module import Module, Segment, array_of
 from minipar.nn.parameter import Owner, Parameter, check_names, drawn_names
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import make
@@ -144,9 +144,10 @@ class PipelineModule(Module, Owner):
     def forward(self, x: Array, y: Array) -> Tensor:
         m = self.num_microbatches
         dp = self.mesh.dp
+        x, y = array_of(x), array_of(y)
         self._check_batch(x, y)
-        inputs = np.array_split(x, m)
-        targets = np.array_split(y, m)
+        inputs = module_of(x).array_split(x, m)
+        targets = module_of(y).array_split(y, m)
         scale = 0.0
         last_stage = self.loss_module
         if last_stage is not None:
@@ -156,10 +157,10 @@ class PipelineModule(Module, Owner):
 
         def loss(i: int, stage_input: Array | Tensor) -> Tensor:
             assert last_stage is not None
-            return last_stage.loss_sum(stage_input, from_host(targets[i]))
+            return last_stage.loss_sum(stage_input, targets[i])
 
         def microbatch(i: int) -> Array:
-            return from_host(inputs[i])
+            return inputs[i]
 
         executor = self.executor if grad_enabled.get() else self.evaluator
         losses = executor.run(microbatch, loss, scale, around=nullcontext)

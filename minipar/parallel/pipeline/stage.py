@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from minipar.autograd.backward import DeferredGradients, defer_weight_gradients
 from minipar.autograd.tensor import Tensor, grad_enabled
-from minipar.backend import Array, xp
+from minipar.backend import Array, read_numbers, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.nn.module import Segment
@@ -114,11 +114,11 @@ class PipelineExecutor:
         forwards alone (`Schedule.forwards`). Return the microbatches' losses; before the last stage
         they are 0.
         """
-        losses = [0.0] * self.schedule.microbatches
+        losses: dict[int, Array] = {}
 
         def noted_loss(m: int, logits: Tensor) -> Tensor:
             value = loss(m, logits)
-            losses[m] = value.item()
+            losses[m] = xp.array(value.data)  # read at the end, in one copy
             return value
 
         for action in self.actions:
@@ -129,7 +129,10 @@ class PipelineExecutor:
         for message in self._sent:
             message.wait()
         self._sent = []
-        return losses
+        numbers = [0.0] * self.schedule.microbatches
+        for m, number in zip(losses, read_numbers(list(losses.values())), strict=True):
+            numbers[m] = number
+        return numbers
 
     def _compute(self, action: Action, tokens: Tokens, loss: Loss, scale: float, around: Around) -> None:
         """Run one computation; the other arguments are those of `run`."""

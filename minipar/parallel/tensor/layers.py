@@ -13,7 +13,7 @@ user_layers.py those of a user's own model.
 
 from minipar.autograd.fused import embedding, linear
 from minipar.autograd.tensor import Tensor
-from minipar.backend import Array, xp
+from minipar.backend import Array, from_host, xp
 from minipar.nn.layers import Embedding, Linear, as_tensor
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
@@ -144,6 +144,7 @@ class PositionEmbedding(Module):
         self.border = border
 
     def forward(self, index: Array) -> Tensor:
+        index = from_host(index)
         if self.border.sequence:
             index = self.border.group.part(index, dim=0)
         return embedding(self.weight, index)
