@@ -31,7 +31,7 @@ import minipar as mp
 from chapters.support.show import printer
 from chapters.support.training import step_traffic
 from chapters.support.whole_runs import verdict_of
-from minipar.comm import world
+from minipar.comm import chrome_events, world
 
 comm = world()
 rank, size = comm.rank, comm.size
@@ -541,7 +541,7 @@ def traced_step(comm):
     trainer = trainer_of(comm, GRID)
     comm.tracer.enabled = True
     trainer.step(0)
-    return comm.tracer.chrome_events(comm.rank)
+    return chrome_events(comm)
 
 
 events = on_eight(comm, traced_step)
@@ -623,7 +623,7 @@ def timed_step(comm, microbatches, traced=False):
     comm.tracer.enabled = traced
     trainer.step(0)
     sent = {axis: (comm.traffic.bytes(axis=axis) * 64**2 / 2, comm.traffic.messages(axis=axis)) for axis in AXES}
-    return comm.clock.now(), comm.tracer.chrome_events(comm.rank) if traced else sent
+    return comm.clock.now(), chrome_events(comm) if traced else sent
 
 
 def simulated(slow, link, *arguments):

@@ -6,13 +6,10 @@ freed, which it learns from a weak reference. Scratch arrays of one computation,
 allocations of the MPI library do not count; what arrives in a collective is a buffer until its end.
 """
 
-import json
 import threading
 import weakref
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from pathlib import Path
-from typing import Any
 
 from numpy.typing import DTypeLike
 
@@ -74,22 +71,6 @@ class MemoryLedger:
     def recording(self) -> "AbstractContextManager[MemoryLedger]":
         """Record in this ledger what the code inside the block holds."""
         return setting(_recording, self)
-
-    def save(self, path: str, comm: Any) -> None:
-        """Write all ranks' ledgers on rank 0. All ranks of `comm`, a Communicator, call it.
-
-        {"kinds": [...], "ranks": [{"rank", "peak", "peak_parts", "moments": [[phase, bytes of each kind], ...]}, ...]}
-        """
-        account = {
-            "rank": comm.rank,
-            "peak": self.peak,
-            "peak_parts": self.peak_parts,
-            "moments": self.moments,
-        }
-        everyone = comm.all_gather_bytes(json.dumps(account).encode())
-        if comm.rank == 0:
-            content = {"kinds": KINDS, "ranks": [json.loads(data) for data in everyone]}
-            Path(path).write_text(json.dumps(content))
 
     def total(self) -> int:
         return sum(self.held.values())

@@ -14,13 +14,14 @@ ROOT = Path(__file__).parents[1]
 
 # What each package of minipar may import, besides itself. A package that is not listed may not exist. A program, a
 # `__main__`, may import all of them.
-CORE = "errors cli backend memory autograd nn comm parallel"
+CORE = "errors cli backend memory memory_file autograd nn comm parallel"
 ALLOWED = {
     "errors": "",
     "cli": "errors",
     "__main__": "errors",
     "backend": "errors",
     "memory": "backend",
+    "memory_file": "memory",
     "autograd": "errors backend memory",
     "nn": "errors backend memory autograd",
     "comm": "errors backend memory",

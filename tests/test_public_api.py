@@ -22,7 +22,7 @@ def test_every_public_name_is_there_and_documented():
 
 
 def test_every_public_name_is_shown_to_a_reader():
-    files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/examples/*"), *ROOT.glob("chapters/*.py")]
+    files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/examples/*"), *ROOT.glob("chapters/**/*.py")]
     words = set(re.findall(r"\w+", " ".join(path.read_text(encoding="utf-8") for path in files if path.is_file())))
     assert set(minipar.__all__) - words == set()
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from minipar.comm import Communicator, Network, run_local
+from minipar.comm import Communicator, Network, chrome_events, run_local
 from minipar.comm.clock import Clock
 
 
@@ -23,7 +23,7 @@ def traced(
     def run(comm: Communicator) -> tuple[Any, list[dict[str, Any]]]:
         comm.tracer.enabled = True
         value = program(comm, *arguments)
-        return value, comm.tracer.chrome_events(comm.rank)
+        return value, chrome_events(comm)
 
     results = run_local(ranks, run, clock=clock, network=network)
     events = [event for _, own in results for event in own]

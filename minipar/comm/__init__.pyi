@@ -2,6 +2,7 @@
 
 from .algorithms import ALGORITHMS as ALGORITHMS
 from .algorithms import chunk_bounds as chunk_bounds
+from .chrome_trace import chrome_events as chrome_events
 from .chrome_trace import save_chrome_trace as save_chrome_trace
 from .chrome_trace import start_trace as start_trace
 from .clock import CpuClock as CpuClock

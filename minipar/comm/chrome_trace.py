@@ -19,6 +19,19 @@ def start_trace(comm: Any) -> None:  # a Communicator
     comm.tracer.enabled = True
 
 
+def chrome_events(comm: Any) -> list[dict[str, Any]]:
+    """Return this rank's events, with the names of its process and of its tracks."""
+    rank = comm.ranks[comm.rank]
+    metadata: list[tuple[str, int, dict[str, Any]]] = [
+        ("process_name", 0, {"name": f"rank {rank}"}),
+        ("process_sort_index", 0, {"sort_index": rank}),
+    ]
+    for tid, name in comm.tracer.tracks.values():
+        metadata.append(("thread_name", tid, {"name": name}))
+    names = [{"name": name, "ph": "M", "tid": tid, "args": args} for name, tid, args in metadata]
+    return [event | {"pid": rank} for event in names + comm.tracer.events]
+
+
 def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     """Stop recording and write all ranks' events to `path` as {"traceEvents": [...]} on rank 0.
 
@@ -28,9 +41,7 @@ def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     slowest axis first.
     """
     comm.tracer.enabled = False
-    everyone = comm.all_gather_bytes(
-        json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode()
-    )
+    everyone = comm.all_gather_bytes(json.dumps(chrome_events(comm)).encode())
     if comm.rank > 0:
         return
     events = [event for data in everyone for event in json.loads(data)]

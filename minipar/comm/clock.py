@@ -122,7 +122,7 @@ class Tracer:
         self.enabled = False
         self.events: list[dict[str, Any]] = []
         # key -> (tid, name)
-        self._tracks: dict[str, tuple[int, str]] = {"computation": (0, "computation")}
+        self.tracks: dict[str, tuple[int, str]] = {"computation": (0, "computation")}
 
     @contextmanager
     def region(self, name: str, flops: float = 0.0) -> Iterator[None]:
@@ -146,7 +146,7 @@ class Tracer:
 
         The first call makes it and gives it its name.
         """
-        return self._tracks.setdefault(key, (len(self._tracks), name))[0]
+        return self.tracks.setdefault(key, (len(self.tracks), name))[0]
 
     def slice(
         self, track: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]
@@ -163,14 +163,3 @@ class Tracer:
         event |= {"ts": at * MICROSECONDS, "tid": track}
         end = {"ph": "f", "bp": "e"} if nbytes is None else {"ph": "s", "args": {"bytes": nbytes}}
         self.events.append(event | end)
-
-    def chrome_events(self, rank: int) -> list[dict[str, Any]]:
-        """Return all events, with the names of the process and of its tracks."""
-        metadata = [
-            ("process_name", 0, {"name": f"rank {rank}"}),
-            ("process_sort_index", 0, {"sort_index": rank}),
-        ]
-        for tid, name in self._tracks.values():
-            metadata.append(("thread_name", tid, {"name": name}))
-        names = [{"name": name, "ph": "M", "tid": tid, "args": args} for name, tid, args in metadata]
-        return [event | {"pid": rank} for event in names + self.events]

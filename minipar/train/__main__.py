@@ -16,6 +16,7 @@ from minipar.comm.launch import launch
 from minipar.compare.recorder import Recorder
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
+from minipar.memory_file import save_ledgers
 from minipar.train import checkpoint
 from minipar.train.data import load_tokens
 from minipar.train.flags import parse
@@ -38,7 +39,7 @@ def run(world: Communicator, argv: Sequence[str] | None = None) -> int:
         trainer, held_out = make_trainer(args, world)
         results = train(trainer, held_out)
     if args.memory:
-        ledger.save(args.memory, world)
+        save_ledgers(args.memory, ledger, world)
     if args.export:
         state = trainer.state_dict()
         for name, values in state.items():
@@ -99,12 +100,11 @@ def train(trainer: Trainer, held_out: np.ndarray | None) -> list[StepResult]:
         result = take_step(step)
         results.append(result)
         now = time.monotonic()
-        speed = trainer.tokens_per_step / (now - start)
         row = {
             "step": step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "tokens_per_second": speed,
+            "tokens_per_second": trainer.tokens_per_step / (now - start),
         }
         is_shown = is_due(step, args.steps, args.eval_every)
         if held_out is not None and is_shown:
