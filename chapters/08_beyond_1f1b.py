@@ -35,7 +35,7 @@ rank, ranks = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
     from chapters.support.ch08 import figures
-    from chapters.support.show import show, show_source
+    from chapters.support.show import show, show_file, show_source
     from visualize import gallery, plot_schedules
 
 # %%
@@ -871,7 +871,11 @@ reveal("bits differ", others, say)
 # | `zbv`, `dualpipev` | `ScheduleZBVZeroBubble`, `ScheduleDualPipeV` | |
 # | `I`, `W` | `stage_backward_input`, `stage_backward_weight` | |
 #
-# The same in PyTorch: `chapters/pytorch/ch08.py`.
+# The same in PyTorch: [chapters/pytorch/ch08.py](pytorch/ch08.py).
+
+# %%
+if rank == 0:
+    show_file("chapters/pytorch/ch08.py")
 
 # %% [markdown]
 # ## 8.11 Problems
