@@ -258,9 +258,10 @@ say(f"all ranks together sent {2 * Psi * (d - 1) * 8:,} = 2 Psi (d-1) * 8 bytes"
 # layer's are still being computed.
 #
 # Here is the idea on three plain arrays. Backward completes gradient 0, then 2, then 1, and calls `complete` each time.
-# With `async_op=True` an all-reduce only starts, so backward goes on, and the rank waits at the end. Collectives match
-# by order: the first that rank 0 starts is added to the first that rank 1 starts. So the gradients leave in the order
-# 0, 1, 2 on every rank, whatever the order in which they are completed: gradient 2 waits for gradient 1.
+# With `async_op=True` an all-reduce only starts, so backward goes on, and the rank waits at the end. The sum then
+# stands in the array that was given. Collectives match by order: the first that rank 0 starts is added to the first
+# that rank 1 starts. So the gradients leave in the order 0, 1, 2 on every rank, whatever the order in which they are
+# completed: gradient 2 waits for gradient 1.
 
 # %%
 gradients = [np.full(4, float(rank)) for _ in range(3)]
@@ -272,7 +273,7 @@ leaves = []  # (a gradient, the one whose completion lets it leave)
 def complete(number):
     """Note that this gradient is complete, and start all that may leave now."""
     completed.add(number)
-    while len(under_way) in completed:
+    while len(under_way) in completed:  # the next to leave has this number
         leaves.append((len(under_way), number))
         under_way.append(comm.all_reduce(gradients[len(under_way)], algorithm="ordered", async_op=True))
 
@@ -296,7 +297,7 @@ assert leaves == [(0, 0), (1, 1), (2, 1)]
 # all-reduce, asynchronously.
 #
 # 3. Buckets start **strictly in order**, even if a later one is complete first. If rank 0 started bucket 3 and rank 1
-# bucket 4, they would add up different parameters. If the buckets' lengths differ, minipar reports it (chapter 3).
+# bucket 4, they would add up different parameters. If the buckets' lengths differ, minipar reports it (3.10).
 # Where lengths are not checked, a rank can wait for messages that no other rank sends: a hang. If the lengths happen to
 # be equal, nothing is reported and the sums are wrong.
 #
@@ -311,9 +312,9 @@ assert leaves == [(0, 0), (1, 1), (2, 1)]
 # it leaves.
 #
 # Buckets change *when* things are sent. They must not change what arrives: with `ordered`, the reference's bits for any
-# bucket size, and not one byte more on the wire than the formula of 4.3. **[Exercise 4](exercises/e04_ddp_bucket.py)**
-# asks for one bucket: `make exercises PYTEST="-k e04"`. The model here is a small Llama (Meta's open model), whose
-# parameters are used once each.
+# bucket size, and all ranks together send not one byte more than by the formula of 4.3. **[Exercise
+# 4](exercises/e04_ddp_bucket.py)** asks for one bucket: `make exercises PYTEST="-k e04"`. The model here is a small
+# Llama (Meta's open model), whose parameters are used once each.
 
 
 # %%
@@ -381,8 +382,8 @@ if rank == 0:
 
 # %% [markdown]
 # Bucket 0, the head, leaves at once, and bucket 6, the embedding, with the last gradient. Buckets 3, 4 and 5 leave
-# together. Bucket 3 holds the first norm of layer 0, which backward completes last in that layer, and the other two
-# wait for their turn: buckets start strictly in order.
+# together. Bucket 3 holds the first norm of layer 0. Llama lists a layer's norms after its matrices, and backward
+# completes this one last in the layer. The other two wait for their turn: buckets start strictly in order.
 #
 # If a parameter is used several times, these buckets leave too early. **[Exercise 23](exercises/e23_early_hook.py)**
 # asks you to find that in a log and to mend it: `make exercises PYTEST="-k e23"`. Try it before you read on.
@@ -447,7 +448,8 @@ if rank == 0:
 #
 # `simulate` runs 8 devices as threads of rank 0. Each does $10^{12}$ operations per second. The network is slow for
 # that: $\alpha = 1\,\mu s$, $1/\beta = 4$ GB/s. Forward costs what its matrix products cost, backward twice that,
-# charged as each parameter's gradient is completed. First the naive step, then one with 7 buckets of about 128 KiB.
+# charged as each parameter's gradient is completed: 0.50 ms. The model is a GPT-2 of 220,544 float32 parameters. First
+# the naive step, then one with 7 buckets of about 128 KiB.
 #
 # **Predict**: the naive step waits 0.400 ms for its all-reduce. The last bucket holds 9 % of the bytes and can leave
 # only when backward ends; each bucket costs $2(d-1)\alpha = 14\,\mu s$ of latency. Which share of the 0.400 ms do the
@@ -497,7 +499,7 @@ if rank == 0:
 # $$2(d-1)\left(k\,\alpha + \frac{n}{d}\,\beta\right) \text{ seconds}.$$
 #
 # The bytes cost the same, the latency $k$ times as much. With 22 buckets, the most below, communication takes 0.69 ms,
-# of which 0.31 ms are latency. That is longer than the 0.50 ms of backward that were to hide it. A single huge bucket
+# of which 0.31 ms are latency. Backward, which is to hide it, takes 0.50 ms. A single huge bucket
 # starts when backward ends, and nothing is hidden. In between there is a best size.
 
 # %%

@@ -682,8 +682,8 @@ if rank == 0:
 #
 # *Core, 3 minutes.*
 #
-# The model state is divided by $d$; activations are not, nor are buffers. Activations depend on the rank's own samples.
-# More ranks with the same global batch mean fewer samples each, but one sample is the least.
+# The model state is divided by $d$; activations are not, nor logits and gathered units. Activations depend on the
+# rank's own samples. More ranks with the same global batch mean fewer samples each, but one sample is the least.
 
 # %%
 assert len({watched.most("activations") for watched in runs}) == 1

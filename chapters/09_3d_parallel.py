@@ -115,7 +115,7 @@ assert [row for axis in AXES for row in rows(axis, sizes) if 5 in row] == [[4, 5
 #
 # Two rows of different axes share at most one rank. So no pair of ranks ever talks on two axes. In the library each row
 # is a communicator: chapter 4's all-reduce runs in the rows along dp, chapter 6's sums in those along tp, chapter 7's
-# messages in those along pp. None of them knows that others exist. Among the strategies of this course:
+# messages in those along pp. Among the strategies of this course:
 
 # %%
 if rank == 0:
@@ -159,8 +159,8 @@ if rank == 0:
 # state, in chunks over the dp row.
 #
 # `python -m minipar.train` does exactly this, in this order: `tensor_parallel`, then `PipelineParallel`, then `shard`.
-# None of them asks what the others did. Each records its part in the parameter's *placement*. `trainer_of` makes on a
-# rank what the command line makes. Here it is on the eight ranks, for a model of 59,584 parameters, with ZeRO 1:
+# Each records its part in the parameter's *placement*. `trainer_of` makes on a
+# rank what the command line makes. Here it is, for a model of 59,584 parameters, with ZeRO 1:
 
 
 # %%
@@ -208,8 +208,8 @@ if rank == 0:
 # %% [markdown]
 # A rank of the first stage holds 17,504 parameters, one of the second 12,960: the first has the embeddings too. (The
 # second stage's copy of the tied one is not counted: the first updates it and sends it.) Each rank's optimizer updates
-# half of them. All optimizers together update 60,928: 1,344 more than the model has. These are LayerNorms, positions
-# and some biases. tp does not cut them, so both ranks of a tp row update the same values.
+# half of them. All optimizers together update 60,928: 1,344 more than the model has. tp does not cut LayerNorms,
+# positions and some biases, so both ranks of a tp row update the same values.
 
 # %% [markdown]
 # ### Placements
@@ -282,8 +282,10 @@ class Last(mp.Module):
 STAGES = [First, partial(Block, name="0"), partial(Block, name="1"), Last]
 
 # %% [markdown]
-# The training loop has a line for each of the other axes. `PipelineModule` gives each rank of `mesh.pp` its stages.
-# `ZeroOptimizer` sums the gradients over `mesh.dp` and cuts AdamW's state over it. Each replica takes its own samples.
+# The training loop has a line for each of the other axes. `PipelineModule` gives each rank of `mesh.pp` its stages;
+# `model(x, y)` runs forward and backward of all microbatches. `ZeroOptimizer` (ZeRO 1) cuts AdamW's state over
+# `mesh.dp`. The first that needs the sums of the gradients over `mesh.dp`, here the clipping, makes them.
+# `self.head.group` above is the head's ranks of tp: the loss is summed over their parts of the vocabulary.
 
 # %%
 STEPS = 5
@@ -319,7 +321,7 @@ LAYOUTS = [
     {"dp": 8},
     {"tp": 8},
     {"dp": 2, "tp": 4},
-    {"dp": 2, "pp": 4, "schedule": "zb-h1"},
+    {"dp": 2, "pp": 4, "schedule": "zb-h1"},  # this schedule and the last are of chapter 8
     {"dp": 2, "tp": 2, "pp": 2},
     {"dp": 2, "tp": 2, "pp": 2, "schedule": "interleaved-1f1b"},
 ]
@@ -350,9 +352,10 @@ if rank == 0:
 #
 # *Core, 2 minutes.*
 #
-# `--verify` does this with a GPT: one device trains the same steps, and every loss, norm and parameter is compared. The
-# one device adds the parts of the batch in the order of the ranks. Then only tp is left as a cause, and a layout
-# without tp must have its **bits**. The third layout has everything at once. The fourth is that of your own ranks.
+# `--verify` does this with a GPT: one device trains the same steps, and every loss, norm and parameter is compared.
+# With `--reduction ordered`, which is in our flags, all add the parts of the batch in the order of the ranks. Then only
+# tp is left as a cause, and a layout without tp must have one device's **bits**. The third layout has everything at
+# once. The fourth is that of your own ranks.
 
 # %%
 from chapters.support.ch09.eight import layout_of
@@ -438,7 +441,8 @@ cleanup.close()
 # - over **dp** all gradients once: $2 \Psi_r \frac{d-1}{d}\, w$ bytes,
 #
 # - over **tp** for each microbatch four all-reduces per layer of its stage, one more for the embedding or the head,
-# each of $B T h$ values: $m\,(4 L_r + 1) \cdot 2 B T h\, \frac{t-1}{t}\, w$,
+# each of $B T h$ values: $m\,(4 L_r + 1) \cdot 2 B T h\, \frac{t-1}{t}\, w$ (the last stage also sums three values
+# per token for the loss, and with $p = 1$ one rank has embedding and head: $4 L_r + 2$),
 #
 # - over **pp** for each microbatch one activation or its gradient per neighbouring stage: $m B T h\, w$, or twice that
 # in the middle; the first and the last rank send $\frac{V}{t}\, h\, w$ bytes more: the new embedding downwards, its
@@ -479,10 +483,9 @@ if rank == 0:
 
 # %% [markdown]
 # tp sends 147,456 bytes, dp 140,032, pp 49,152. What is missing are sums of single values: 8 bytes for the loss, over
-# dp and over pp, and for the gradient's norm 16 bytes over tp and 192 over pp. **How does the loss leave the last
-# stage?** Only that stage knows it. All other stages add a zero: an all-reduce of one value, 8 bytes, over pp. A second
-# one over dp adds up the replicas. Then every rank has the loss of the global batch, and every rank can decide alike
-# whether a step is skipped.
+# dp and over pp, and for the gradient's norm 16 bytes over tp and 192 over pp. **How
+# does the loss leave the last stage?** Only that stage knows it. All other stages add a zero: an all-reduce of one
+# value, 8 bytes, over pp. A second one over dp adds up the replicas. Then every rank has the loss of the global batch.
 
 # %% [markdown]
 # ### For every layout
@@ -490,12 +493,12 @@ if rank == 0:
 # *Deeper, 3 minutes.*
 
 # %% [markdown]
-# The norm's 192 bytes are 24 sums of squares. There is one for each of dp's two chunks, for each of six units (four
-# layers, embedding, head), and for what tp has cut and what it has not. They are added after the all-reduce, so the
-# order is the same for every cut into stages. The library's forms have these sums too, and sequence parallelism,
-# recompute, ZeRO and uneven stages; the sizes of the buckets come from the placements. So its account is exact. In each
-# of six layouts, every rank sends in its first step what `predicted_traffic` says, and so does each rank of this run
-# over MPI:
+# The norm's 16 bytes over tp are one sum for each of dp's two chunks. Its 192 bytes over pp are 24 sums of squares.
+# There is one for each of dp's two chunks, for each of six units (four layers, embedding, head), and for what tp has
+# cut and what it has not. They are added after the all-reduce, so the order is the same for every cut into stages. The
+# library's forms have these sums too, and sequence parallelism, recompute, ZeRO and uneven stages; the sizes of the
+# buckets come from the placements. So its account is exact. In each of six layouts, every rank sends in its first step
+# what `predicted_traffic` says, and so does each rank of this run over MPI:
 
 # %%
 from minipar.parallel.predicted_traffic import tp_bytes
@@ -678,12 +681,11 @@ if rank == 0:
     show(layout_figures.plot_placements(fast, times), "09_placements")
 
 # %% [markdown]
-# With dp and pp the step grows by less than the price: NVLink's price is gone, and some messages are hidden. With tp on
-# Ethernet it grows by a little more than rank 0's price, because the last stage sums over the vocabulary, too. On
-# Ethernet a step takes 330.5 ms with tp there, 202.5 ms with dp, 186.4 ms with pp:
+# With dp and pp the step grows by less than the price: NVLink's price is gone, and with pp some messages are hidden.
+# With tp on Ethernet it grows by a little more than rank 0's price, because the last stage sums over the vocabulary,
+# too. On Ethernet a step takes 330.5 ms with tp there, 202.5 ms with dp, 186.4 ms with pp:
 #
-# - **tp** sends the most, in the most messages, and everybody waits for each of them. (The sums of backward could be
-# hidden behind weight gradients, as Megatron-LM does; this library keeps the plain form.)
+# - **tp** sends the most, in the most messages, and everybody waits for each of them.
 #
 # - **dp** sends its gradients once per step, whatever the number of microbatches. The sum of the last stage travels
 # while the first still works. That saves nothing here: the first stage ends last, and its sum is not hidden.
@@ -692,8 +694,7 @@ if rank == 0:
 # messages mostly while the pipeline fills and drains.
 #
 # So rank numbers run tp, dp, pp from the inside out, and $t$ should divide the ranks of a host. Megatron has the same
-# order. It is no law: with more microbatches tp and pp send more and dp does not; with ZeRO 3 dp may send more than tp
-# (9.4's table).
+# order. It is no law: with more microbatches tp and pp send more and dp does not; with ZeRO 3 dp may send more than tp.
 
 # %% [markdown]
 # ### What is random, by axis
@@ -701,6 +702,7 @@ if rank == 0:
 # *Core, 2 minutes.*
 #
 # All ranks draw with one seed; what is drawn depends on the name of the parameter, on the sample and on the layer.
+# (Dropout under tp is Megatron-LM's; minipar refuses it.)
 #
 # | what | along dp | along tp | along pp |
 # | --- | --- | --- | --- |
@@ -744,7 +746,7 @@ if rank == 0:
 # | ZeRO 3: a block's parameters | dp | per microbatch, forward and backward | the block before, if fetched ahead |
 # | sums inside blocks, forward | tp | two per layer and microbatch | nothing |
 # | an activation, its gradient | pp | per microbatch and cut | other microbatches, but for filling and draining |
-# | sums inside blocks, backward | tp | two per layer and microbatch | gradients of weights |
+# | sums inside blocks, backward | tp | two per layer and microbatch | nothing; in Megatron-LM gradients of weights |
 # | gradients | dp | once, bucket by bucket | the last microbatch's backward, but for the last bucket |
 # | the tied embedding's gradient | pp | once, last stage to first | the first stage's last backward |
 # | the loss | pp, dp | once | nothing: one value |
@@ -771,7 +773,7 @@ if rank == 0:
 # *Core, 6 minutes.*
 #
 # **[Exercise 28](exercises/e28_reshard.py)** asks for a parameter on tp 4 from the pieces that dp 2 x tp 2 wrote: `make
-# exercises PYTEST="-k e28"`. Write it before you open the next cell.
+# exercises PYTEST="-k e28"`. Write it before you open the next cell, which for simplicity reads every piece.
 #
 # A run is stopped and goes on: on more ranks, or fewer, or cut otherwise. So a checkpoint must not know its layout.
 # Each rank writes the elements that *it* owns, and names them by their place in the serial model's parameter. Here is
@@ -816,8 +818,8 @@ if rank == 0:
 # %% [markdown]
 # Four ranks write a matrix of 5 x 8: dp 2 x tp 2. Each tp rank holds four columns, 20 elements, and each of its two
 # replicas owns ten of them. Nobody gathers anything, nothing is written twice, and the reader needs neither the
-# writer's mesh nor its number of ranks: `part`, `parts`, `start` and `stop` say which elements of the serial matrix
-# these are.
+# writer's mesh nor its number of ranks: `part` and `parts` (of tp's cut), `start` and `stop` say which elements of the
+# serial matrix these are.
 
 # %% [markdown]
 # ### In the library
@@ -825,7 +827,7 @@ if rank == 0:
 # *Deeper, 8 minutes.*
 
 # %% [markdown]
-# The library asks the placements:
+# The library asks the placements. Without ZeRO, too, the replicas share the writing, so these pieces are halves:
 
 # %%
 from pathlib import Path
@@ -890,7 +892,7 @@ def move(comm, before, after, folder):
 folder, cleanup = shared_directory(comm)
 OTHER = "--dp 2 --pp 4 --microbatches 4 --schedule gpipe --zero-stage 3 "
 MOVES = (
-    (GRID, "--dp 8 --microbatches 1 --zero-stage 3 ", finished(serial(), "")),  # against one device, batch at once
+    (GRID, "--dp 8 --microbatches 1 --zero-stage 3 ", finished(serial(), "")),  # one device takes the batch at once
     (OTHER, PIPELINED, (on_eight(comm, finished, PIPELINED) or [None])[0]),
 )
 for number, (before, after, never_stopped) in enumerate(MOVES):
