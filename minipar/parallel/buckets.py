@@ -140,6 +140,11 @@ class BackwardHooks:
 
     def on_gradient(self, bucket: Bucket, leaf: Tensor) -> None:
         """Send the buckets that are complete. Backward calls this when the gradient of `leaf` is complete."""
+        if bucket not in self.unsent:
+            raise RuntimeError(
+                "backward() adds to gradients that are being summed over the ranks: run all microbatches of a "
+                "step but the last inside `with wrapper.no_sync():` (after a failure: zero_grad())"
+            )
         self.prepare()
         if not self.enabled:
             return

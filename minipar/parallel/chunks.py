@@ -19,7 +19,7 @@ class Chunk:
     def __init__(self, bucket: Bucket, data: Array, gradient: Array) -> None:
         self.data = data
         self.gradient = gradient  # the step's first sum over the ranks; then all of them added up
-        self.later_sums: list[Array] = []  # the step's other sums, which `accept_sums` adds to `gradient`
+        self.arriving = gradient  # the sum under way; `accept_sum` adds a later one to `gradient`
         self.shards: list[Parameter] = []
         start = 0
         for p in bucket.parameters:
@@ -35,17 +35,18 @@ class Chunk:
                 start = stop
 
     def room_for_sum(self) -> Array:
-        """Return the array for the next sum: `gradient`, or a new one while that holds the step's first sum."""
+        """Return the array for the next sum: `gradient`, or a new one while that holds earlier sums of the step."""
         if self.shards[0].grad is None:  # the step's first sum: `zero_grad` has forgotten the last step's
-            return self.gradient
-        self.later_sums.append(allocate("buffers", self.gradient.size, self.gradient.dtype))
-        return self.later_sums[-1]
+            self.arriving = self.gradient
+        else:
+            self.arriving = allocate("buffers", self.gradient.size, self.gradient.dtype)
+        return self.arriving
 
-    def accept_sums(self) -> None:
-        """Add up the sums, which have arrived, and make them the gradients of the shards."""
-        for gradient in self.later_sums:
-            self.gradient += gradient
-        self.later_sums = []
+    def accept_sum(self) -> None:
+        """Add the sum, which has arrived, to those before it, and make the result the shards' gradients."""
+        if self.arriving is not self.gradient:
+            self.gradient += self.arriving
+            self.arriving = self.gradient
         for shard in self.shards:
             shard.grad = shard.grad_buffer
 

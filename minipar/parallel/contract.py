@@ -74,11 +74,7 @@ class Contract(Owner):
                 raise RuntimeError(
                     "backward() after optimizer.step() would add to used gradients: call optimizer.zero_grad()"
                 )
-            if self.state == "summed" and any(bucket.gradient is not None for bucket in self.buckets):
-                raise RuntimeError(
-                    "backward() would add to gradients that were summed over the ranks, and sum them again: "
-                    "run all microbatches of a step but the last inside `with wrapper.no_sync():`"
-                )
+            self.begin_sum()
             if self.state == "none" and not self.in_scaled_pass:
                 raise RuntimeError(
                     "backward() of wrapper.loss(x, y) plus a term that every rank would add (or after a "
@@ -86,6 +82,15 @@ class Contract(Owner):
                     "`wrapper.scaled_backward()`"
                 )
         self.in_scaled_pass = True
+
+    def begin_sum(self) -> None:
+        """Raise RuntimeError if whole gradients were summed over the ranks, and would be summed again."""
+        if self.state == "summed" and any(bucket.gradient is not None for bucket in self.buckets):
+            raise RuntimeError(
+                "gradients were summed over the ranks already, and would be summed again: run all microbatches "
+                "of a step but the last inside `with wrapper.no_sync():`, and call synchronize() after "
+                "scaled_backward alone"
+            )
 
     def end_pass(self) -> None:
         """Note that backward of a scaled loss has ended."""

@@ -175,7 +175,7 @@ class FullyShardedDataParallel(DataParallel):
 
     def after_sums(self) -> None:
         for unit in self.buckets:
-            unit.chunk.accept_sums()
+            unit.chunk.accept_sum()
 
     def after_step(self) -> None:
         """Free the units that a forward without a backward has left: the optimizer has changed the chunks."""

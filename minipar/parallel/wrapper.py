@@ -99,12 +99,20 @@ class DataParallel:
         y = array_of(y)
         count = self.model.target_count(y)
         return global_mean_loss(
-            self.loss_sum(x, y), count, self.comm, self.contract.begin_pass, self.after_backward
+            self.loss_sum(x, y), count, self.comm, self.begin_pass, self.after_backward
         )
 
     def loss_sum(self, x: Array, y: Array) -> Tensor:
         """Return this rank's loss, summed over its targets, for a script that scales it: see `scaled_backward`."""
         return self.whole.run(partial(self.model.loss_sum, x, y))
+
+    def begin_pass(self) -> None:
+        """Note that backward of a scaled loss begins."""
+        self.contract.begin_pass()
+        if self.contract.state == "none":
+            # Since `zero_grad` this is the first pass. One that failed before it may have sent buckets.
+            self.wait_for_sums()
+            self.hooks.start_again()
 
     def after_backward(self) -> None:
         """Finish the sums, unless inside `no_sync`.
@@ -135,12 +143,17 @@ class DataParallel:
 
         Backward of `loss` ends with this, outside `no_sync`.
         """
+        self.contract.begin_sum()
         self.hooks.finish()
+        self.wait_for_sums()
+        self.after_sums()
+        self.contract.state = "summed"
+
+    def wait_for_sums(self) -> None:
+        """Wait for the sums under way."""
         for work in self.works:
             work.wait()
         self.works.clear()
-        self.after_sums()
-        self.contract.state = "summed"
 
     def complete(self, bucket: Bucket) -> Array:
         """Return the whole gradient of a bucket, with all terms that this rank adds before the sum."""
@@ -162,7 +175,7 @@ class DataParallel:
     @contextmanager
     def scaled_backward(self) -> Iterator[None]:
         """Allow backward of a loss that the caller has scaled; call `synchronize` afterwards."""
-        self.contract.begin_pass()
+        self.begin_pass()
         try:
             yield
         finally:

@@ -39,7 +39,7 @@ class ZeroStage1(DataParallel):
 
     def after_sums(self) -> None:
         for bucket in self.buckets:
-            bucket.chunk.accept_sums()
+            bucket.chunk.accept_sum()
 
     def after_step(self) -> None:
         """Gather the chunks, which the ranks' optimizers have updated. Sends Psi (d-1)/d elements."""

@@ -62,7 +62,7 @@ class ZeroShards(Contract):
                 owner.before_step(self.bucket.parameters)
             gradient = self.bucket.complete()
             self.comm.reduce_scatter(gradient, out=self.bucket.chunk.gradient, algorithm=self.algorithm)
-            self.bucket.chunk.accept_sums()
+            self.bucket.chunk.accept_sum()
             self.state = "summed"
         return self.bucket.updated
 

@@ -159,6 +159,16 @@ def fails_first(ddp, optimizer, x, y):
     plain(ddp, optimizer, x, y)
 
 
+def fails_in_backward(ddp, optimizer, x, y):
+    """After the head's gradients have been sent."""
+    remove = ddp.model.encoder.left.weight.register_post_accumulate_grad_hook(lambda leaf: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ddp.loss(2 * x, y).backward()
+    remove()
+    optimizer.zero_grad()
+    plain(ddp, optimizer, x, y)
+
+
 class Judged(MLP):
     """A model whose loss makes another model, which is not trained."""
 
@@ -175,6 +185,7 @@ def test_what_a_script_does_beside_a_step_changes_no_bit(stage):
     assert trained(2, stage, sets_none) == want
     assert trained(2, stage, fails_first, Fails) == want
     assert trained(2, stage, plain, Judged) == want
+    assert trained(2, stage, fails_in_backward, InParts) == trained(2, stage, plain, InParts)
 
 
 def test_values_that_replace_a_parameters_are_trained_at_stage_0():
