@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
+from minipar.comm.work import Work
 from minipar.memory import allocate
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import Bucket
@@ -34,13 +35,16 @@ class Chunk:
                 self.shards.append(shard)
                 start = stop
 
-    def room_for_sum(self) -> Array:
-        """Return the array for the next sum: `gradient`, or a new one while that holds earlier sums of the step."""
+    def start_sum(self, gradient: Array, comm: Communicator, algorithm: str) -> Work:
+        """Start to reduce-scatter a bucket's whole gradient. This rank gets its chunk of the sum over the ranks.
+
+        The sum goes into the chunk's `gradient`, or into a new array while that holds earlier sums of the step.
+        """
         if self.shards[0].grad is None:  # the step's first sum: `zero_grad` has forgotten the last step's
             self.arriving = self.gradient
         else:
             self.arriving = allocate("buffers", self.gradient.size, self.gradient.dtype)
-        return self.arriving
+        return comm.reduce_scatter(gradient, out=self.arriving, algorithm=algorithm, async_op=True)
 
     def accept_sum(self) -> None:
         """Add the sum, which has arrived, to those before it, and make the result the shards' gradients."""
@@ -68,3 +72,7 @@ class ShardedBucket(Bucket):
             gradient = allocate("gradients", data.size, self.gradient_dtype)
         self.chunk = Chunk(self, data, gradient)
         self.updated = self.chunk.shards
+
+    def gather(self) -> Work:
+        """Start to gather the chunks, which the ranks' optimizers have updated. Sends (d-1)/d of their bytes."""
+        return self.comm.all_gather(self.chunk.data, out=self.values, algorithm="pairwise", async_op=True)

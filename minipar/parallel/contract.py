@@ -36,7 +36,6 @@ class Contract(Owner):
         self.buckets = buckets
         self.share_updates = share_updates
         self.holds_values = holds_values
-        self.compared = buckets if holds_values else []
         # Gradients are none, local (not summed over the ranks yet), summed, or stepped.
         self.state = "none"
         # Whether a backward pass is running whose loss was divided by the targets of all ranks.
@@ -44,10 +43,11 @@ class Contract(Owner):
         self.losses = 0
         whole = {p for bucket in buckets for p in bucket.parameters}
         self.given = {p for bucket in buckets for p in bucket.updated}
-        # The arrays in which ZeRO has left the values that an optimizer changes.
-        self.values = {p: p.data for p in self.given - whole}
-        if self.values and holds_values:
-            self.values |= {p: p.data for p in whole}
+        # ZeRO's shards, and parameters that stay whole, refer to one flat array.
+        flat = self.given - whole
+        if flat and holds_values:
+            flat |= whole
+        self.values = {p: p.data for p in flat}
         self.leaves = self.given.union(*[bucket.leaves() for bucket in buckets])
         for p in whole | self.given:
             p.owners.append(self)
@@ -63,8 +63,8 @@ class Contract(Owner):
         """
         self.in_scaled_pass = False  # a backward pass that failed has left it True
         self.losses += 1
-        if self.losses > 1 and self.losses.bit_count() == 1:
-            for bucket in self.compared:
+        if self.holds_values and self.losses > 1 and self.losses.bit_count() == 1:
+            for bucket in self.buckets:
                 compare(bucket.parameters, bucket.comm, "the ranks' parameters differ now", DIFFER)
 
     def begin_pass(self) -> None:

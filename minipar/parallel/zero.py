@@ -33,9 +33,7 @@ class ZeroStage1(DataParallel):
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the reduce-scatter of a bucket's gradients; this rank gets its chunk of the sum."""
         gradient = self.complete(bucket)
-        out = bucket.chunk.room_for_sum()
-        work = bucket.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True)
-        self.works.append(work)
+        self.works.append(bucket.chunk.start_sum(gradient, bucket.comm, self.algorithm))
 
     def after_sums(self) -> None:
         for bucket in self.buckets:
@@ -43,12 +41,7 @@ class ZeroStage1(DataParallel):
 
     def after_step(self) -> None:
         """Gather the chunks, which the ranks' optimizers have updated. Sends Psi (d-1)/d elements."""
-        works = []
-        for bucket in reversed(self.buckets):
-            chunk = bucket.chunk.data
-            works.append(
-                bucket.comm.all_gather(chunk, out=bucket.values, algorithm="pairwise", async_op=True)
-            )
+        works = [bucket.gather() for bucket in reversed(self.buckets)]
         for work in works:
             work.wait()
 
