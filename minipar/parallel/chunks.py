@@ -18,6 +18,7 @@ class Chunk:
     """This rank's part of a bucket: its flat `data` and `gradient`, and a shard for each parameter in it."""
 
     def __init__(self, bucket: Bucket, data: Array, gradient: Array) -> None:
+        self.comm = bucket.comm
         self.data = data
         self.gradient = gradient  # the step's first sum over the ranks; then all of them added up
         self.arriving = gradient  # the sum under way; `accept_sum` adds a later one to `gradient`
@@ -35,7 +36,7 @@ class Chunk:
                 self.shards.append(shard)
                 start = stop
 
-    def start_sum(self, gradient: Array, comm: Communicator, algorithm: str) -> Work:
+    def start_sum(self, gradient: Array, algorithm: str) -> Work:
         """Start to reduce-scatter a bucket's whole gradient. This rank gets its chunk of the sum over the ranks.
 
         The sum goes into the chunk's `gradient`, or into a new array while that holds earlier sums of the step.
@@ -44,7 +45,7 @@ class Chunk:
             self.arriving = self.gradient
         else:
             self.arriving = allocate("buffers", self.gradient.size, self.gradient.dtype)
-        return comm.reduce_scatter(gradient, out=self.arriving, algorithm=algorithm, async_op=True)
+        return self.comm.reduce_scatter(gradient, out=self.arriving, algorithm=algorithm, async_op=True)
 
     def accept_sum(self) -> None:
         """Add the sum, which has arrived, to those before it, and make the result the shards' gradients."""
@@ -53,6 +54,10 @@ class Chunk:
             self.arriving = self.gradient
         for shard in self.shards:
             shard.grad = shard.grad_buffer
+
+    def start_gather(self, whole: Array) -> Work:
+        """Start to gather all ranks' chunks of a bucket into `whole`. Sends (d-1)/d of its bytes."""
+        return self.comm.all_gather(self.data, out=whole, algorithm="pairwise", async_op=True)
 
 
 class ShardedBucket(Bucket):
@@ -72,7 +77,3 @@ class ShardedBucket(Bucket):
             gradient = allocate("gradients", data.size, self.gradient_dtype)
         self.chunk = Chunk(self, data, gradient)
         self.updated = self.chunk.shards
-
-    def gather(self) -> Work:
-        """Start to gather the chunks, which the ranks' optimizers have updated. Sends (d-1)/d of their bytes."""
-        return self.comm.all_gather(self.chunk.data, out=self.values, algorithm="pairwise", async_op=True)

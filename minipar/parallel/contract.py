@@ -92,10 +92,6 @@ class Contract(Owner):
                 "scaled_backward alone"
             )
 
-    def end_pass(self) -> None:
-        """Note that backward of a scaled loss has ended."""
-        self.in_scaled_pass = False
-
     # ---- calls from backward and from optimizers, as an owner of the parameters
 
     def on_gradient(self, leaf: Tensor) -> None:

@@ -44,9 +44,7 @@ class Unit(Bucket):
         """Start to gather the parameters, unless that has started. On d ranks, sends (d-1)/d of their bytes."""
         if self.gathering is None:
             whole = allocate("buffers", self.size, self.chunk.data.dtype)
-            self.gathering = self.comm.all_gather(
-                self.chunk.data, out=whole, algorithm="pairwise", async_op=True
-            )
+            self.gathering = self.chunk.start_gather(whole)
 
     def wait_for_unshard(self) -> None:
         """Wait until the parameters have arrived, and make them views of the whole array."""
@@ -108,7 +106,7 @@ class FullyShardedDataParallel(DataParallel):
         A parameter that is in no unit is left out: the head of a pipeline's last rank may read the
         embedding, which is in a unit of the first rank.
         """
-        return [u for u in reversed(self.buckets) if not set(u.parameters).isdisjoint(segment.parameters)]
+        return [u for u in reversed(self.buckets) if set(u.parameters) & set(segment.parameters)]
 
     def run(
         self,
@@ -168,7 +166,7 @@ class FullyShardedDataParallel(DataParallel):
     def reduce(self, unit: Unit) -> None:
         """Start to reduce-scatter the whole gradient of a unit, which is freed when it has been sent."""
         gradient = self.complete(unit)
-        self.works.append(unit.chunk.start_sum(gradient, unit.comm, self.algorithm))
+        self.works.append(unit.chunk.start_sum(gradient, self.algorithm))
         unit.free_gradient()  # the message alone refers to it from here on
 
     def after_sums(self) -> None:

@@ -31,6 +31,8 @@ class DataParallel:
 
     # Makes the bucket of a group, with the memory that it keeps between steps.
     make_bucket: Callable[[Sequence[Parameter], Communicator], Any]
+    # Starts the sum of a bucket's gradients, and returns at once, so that backward goes on.
+    reduce: Callable[[Any], None]
     holds_values = True  # False if parameters are freed between passes
 
     def __init__(
@@ -67,10 +69,6 @@ class DataParallel:
 
     # ---- what each strategy defines
 
-    def reduce(self, bucket: Any) -> None:
-        """Start the sum of a bucket's gradients, and return at once, so that backward goes on."""
-        raise NotImplementedError
-
     def wrap_segments(self, segments: Sequence[Segment]) -> None:
         """Replace the `run` of these segments, to act before and after their forward and backward."""
 
@@ -99,27 +97,19 @@ class DataParallel:
         y = array_of(y)
         count = self.model.target_count(y)
         return global_mean_loss(
-            self.loss_sum(x, y), count, self.comm, self.begin_pass, self.after_backward
+            self.loss_sum(x, y), count, self.comm, self.contract.begin_pass, self.after_backward
         )
 
     def loss_sum(self, x: Array, y: Array) -> Tensor:
         """Return this rank's loss, summed over its targets, for a script that scales it: see `scaled_backward`."""
         return self.whole.run(partial(self.model.loss_sum, x, y))
 
-    def begin_pass(self) -> None:
-        """Note that backward of a scaled loss begins."""
-        self.contract.begin_pass()
-        if self.contract.state == "none":
-            # Since `zero_grad` this is the first pass. One that failed before it may have sent buckets.
-            self.wait_for_sums()
-            self.hooks.start_again()
-
     def after_backward(self) -> None:
         """Finish the sums, unless inside `no_sync`.
 
         Several losses in one pass queue this several times; only the first call finds local gradients.
         """
-        self.contract.end_pass()
+        self.contract.in_scaled_pass = False
         if self.hooks.enabled and self.contract.state == "local":
             self.synchronize()
 
@@ -145,15 +135,11 @@ class DataParallel:
         """
         self.contract.begin_sum()
         self.hooks.finish()
-        self.wait_for_sums()
-        self.after_sums()
-        self.contract.state = "summed"
-
-    def wait_for_sums(self) -> None:
-        """Wait for the sums under way."""
         for work in self.works:
             work.wait()
         self.works.clear()
+        self.after_sums()
+        self.contract.state = "summed"
 
     def complete(self, bucket: Bucket) -> Array:
         """Return the whole gradient of a bucket, with all terms that this rank adds before the sum."""
@@ -175,11 +161,11 @@ class DataParallel:
     @contextmanager
     def scaled_backward(self) -> Iterator[None]:
         """Allow backward of a loss that the caller has scaled; call `synchronize` afterwards."""
-        self.begin_pass()
+        self.contract.begin_pass()
         try:
             yield
         finally:
-            self.contract.end_pass()
+            self.contract.in_scaled_pass = False
 
     def zero_grad(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""

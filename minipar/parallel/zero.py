@@ -9,10 +9,8 @@ reduce-scatter followed by an all-gather, and the optimizer's update fits betwee
     stage 3   parameters too (fsdp.py)
 """
 
-from collections.abc import Sequence
+from functools import partial
 
-from minipar.comm.communicator import Communicator
-from minipar.nn.parameter import Parameter
 from minipar.parallel.chunks import ShardedBucket
 from minipar.parallel.wrapper import DataParallel
 
@@ -25,15 +23,12 @@ class ZeroStage1(DataParallel):
     elements.
     """
 
-    keeps_gradient = True  # a bucket's whole gradient, and not only until it is sent
-
-    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> ShardedBucket:
-        return ShardedBucket(parameters, comm, self.keeps_gradient)
+    make_bucket = partial(ShardedBucket, keeps_gradient=True)
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the reduce-scatter of a bucket's gradients; this rank gets its chunk of the sum."""
         gradient = self.complete(bucket)
-        self.works.append(bucket.chunk.start_sum(gradient, bucket.comm, self.algorithm))
+        self.works.append(bucket.chunk.start_sum(gradient, self.algorithm))
 
     def after_sums(self) -> None:
         for bucket in self.buckets:
@@ -41,7 +36,7 @@ class ZeroStage1(DataParallel):
 
     def after_step(self) -> None:
         """Gather the chunks, which the ranks' optimizers have updated. Sends Psi (d-1)/d elements."""
-        works = [bucket.gather() for bucket in reversed(self.buckets)]
+        works = [bucket.chunk.start_gather(bucket.values) for bucket in reversed(self.buckets)]
         for work in works:
             work.wait()
 
@@ -55,7 +50,7 @@ class ZeroStage2(ZeroStage1):
     gradients stay sharded, and each microbatch sends them. Without that it sends as much as stage 1.
     """
 
-    keeps_gradient = False
+    make_bucket = partial(ShardedBucket, keeps_gradient=False)
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the sum as stage 1 does. Then the message alone refers to the whole gradient."""

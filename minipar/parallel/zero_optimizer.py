@@ -61,14 +61,14 @@ class ZeroShards(Contract):
             for owner in self.others:
                 owner.before_step(self.bucket.parameters)
             gradient = self.bucket.complete()
-            self.bucket.chunk.start_sum(gradient, self.comm, self.algorithm).wait()
+            self.bucket.chunk.start_sum(gradient, self.algorithm).wait()
             self.bucket.chunk.accept_sum()
             self.state = "summed"
         return self.bucket.updated
 
     def gather(self) -> None:
         """Gather the updated parameters."""
-        self.bucket.gather().wait()
+        self.bucket.chunk.start_gather(self.bucket.values).wait()
         for owner in self.others:
             owner.after_step()
 
