@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The most tokens of each part, without comments and docstrings. A limit is lowered when code leaves, and only raised
 # when code moves here from another part.
-PARTS = {"core": 50_760, "more": 16_410, "train": 9_500, "compare": 6_360, "plan": 21_400, "bench": 8_820}
+PARTS = {"core": 50_660, "more": 16_410, "train": 9_500, "compare": 6_360, "plan": 21_400, "bench": 8_820}
 # The most files that the imports of a file reach, the most tokens in them, and how many of these are in parallel/.
 CLOSURES = {
     "parallel/ddp": (22, 19_830, 4_260),
-    "parallel/zero": (23, 20_350, 4_780),
+    "parallel/zero": (23, 20_340, 4_780),
     "parallel/fsdp": (23, 21_140, 5_580),
     "parallel/tensor/layers": (22, 21_230, 2_780),
     "parallel/pipeline/module": (27, 28_690, 9_680),
