@@ -420,7 +420,8 @@ if rank == 0:
 # while backward goes on.
 #
 # The hook is `BackwardHooks.on_gradient`, a helper that the ZeRO stages use, too (chapter 5). Instead of a count,
-# `incomplete` has for each bucket the set of leaves that are missing:
+# `incomplete` has for each bucket the set of leaves that are missing. A gradient for a bucket that has been sent is an
+# error: it would be added to an array that is being summed.
 
 # %%
 if rank == 0:

@@ -73,13 +73,13 @@ if rank == 0:
 
 # %% [markdown]
 # The hook that sends a complete bucket is chapter 4's. Only what it sends differs: a reduce-scatter whose output is
-# this rank's chunk. After the step all chunks are gathered, all at the same time:
+# this rank's chunk. After the step all chunks are gathered, all at the same time. The chunk starts both operations:
 
 # %%
 from minipar.parallel.zero import ZeroStage1
 
 if rank == 0:
-    show_source(ZeroStage1.reduce, ZeroStage1.after_step)
+    show_source(ZeroStage1.reduce, ZeroStage1.after_step, Chunk.start_sum, Chunk.start_gather)
 
 # %% [markdown]
 # ## Stage 2

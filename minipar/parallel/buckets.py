@@ -29,7 +29,7 @@ def by_unit(model: Module) -> list[list[Parameter]]:
     units: list[list[Parameter]] = []
     for segment in getattr(model, "segments", []):
         new = [p for p in segment.parameters if not any(p in unit for unit in units)]
-        shared = [unit for unit in units if not set(unit).isdisjoint(segment.parameters)]
+        shared = [unit for unit in units if set(unit) & set(segment.parameters)]
         if shared:
             shared[0] += new
         elif new:
@@ -49,8 +49,8 @@ class Bucket:
     """Parameters whose gradients travel together over `comm`. Making one records each parameter's place in it."""
 
     def __init__(self, parameters: Sequence[Parameter], comm: Communicator) -> None:
-        self.parameters = tuple(parameters)
-        self.updated = list(parameters)  # by this rank's optimizer: ZeRO has shards in their place
+        self.parameters = list(parameters)
+        self.updated = self.parameters  # by this rank's optimizer: ZeRO has shards in their place
         self.comm = comm
         self.size = sum(p.size for p in parameters)
         self.gradient_dtype = xp.promote_types(parameters[0].dtype, "float32")
@@ -140,6 +140,12 @@ class BackwardHooks:
 
     def on_gradient(self, bucket: Bucket, leaf: Tensor) -> None:
         """Send the buckets that are complete. Backward calls this when the gradient of `leaf` is complete."""
+        if bucket not in self.unsent:
+            raise RuntimeError(
+                "backward() would add to gradients that are being summed over the ranks: run all microbatches "
+                "of a step but the last inside `with wrapper.no_sync():` (after a pass that failed: "
+                "wrapper.synchronize(), then zero_grad())"
+            )
         self.prepare()
         if not self.enabled:
             return

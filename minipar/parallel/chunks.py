@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
+from minipar.comm.work import Work
 from minipar.memory import allocate
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import Bucket
@@ -17,9 +18,10 @@ class Chunk:
     """This rank's part of a bucket: its flat `data` and `gradient`, and a shard for each parameter in it."""
 
     def __init__(self, bucket: Bucket, data: Array, gradient: Array) -> None:
+        self.comm = bucket.comm
         self.data = data
         self.gradient = gradient  # the step's first sum over the ranks; then all of them added up
-        self.later_sums: list[Array] = []  # the step's other sums, which `accept_sums` adds to `gradient`
+        self.arriving = gradient  # the sum under way; `accept_sum` adds a later one to `gradient`
         self.shards: list[Parameter] = []
         start = 0
         for p in bucket.parameters:
@@ -34,20 +36,28 @@ class Chunk:
                 self.shards.append(shard)
                 start = stop
 
-    def room_for_sum(self) -> Array:
-        """Return the array for the next sum: `gradient`, or a new one while that holds the step's first sum."""
-        if self.shards[0].grad is None:  # the step's first sum: `zero_grad` has forgotten the last step's
-            return self.gradient
-        self.later_sums.append(allocate("buffers", self.gradient.size, self.gradient.dtype))
-        return self.later_sums[-1]
+    def start_sum(self, gradient: Array, algorithm: str) -> Work:
+        """Start to reduce-scatter a bucket's whole gradient. This rank gets its chunk of the sum over the ranks.
 
-    def accept_sums(self) -> None:
-        """Add up the sums, which have arrived, and make them the gradients of the shards."""
-        for gradient in self.later_sums:
-            self.gradient += gradient
-        self.later_sums = []
+        The sum goes into the chunk's `gradient`, or into a new array while that holds earlier sums of the step.
+        """
+        if self.shards[0].grad is None:  # the step's first sum: `zero_grad` has forgotten the last step's
+            self.arriving = self.gradient
+        else:
+            self.arriving = allocate("buffers", self.gradient.size, self.gradient.dtype)
+        return self.comm.reduce_scatter(gradient, out=self.arriving, algorithm=algorithm, async_op=True)
+
+    def accept_sum(self) -> None:
+        """Add the sum, which has arrived, to those before it, and make the result the shards' gradients."""
+        if self.arriving is not self.gradient:
+            self.gradient += self.arriving
+            self.arriving = self.gradient
         for shard in self.shards:
             shard.grad = shard.grad_buffer
+
+    def start_gather(self, whole: Array) -> Work:
+        """Start to gather all ranks' chunks of a bucket into `whole`. Sends (d-1)/d of its bytes."""
+        return self.comm.all_gather(self.data, out=whole, algorithm="pairwise", async_op=True)
 
 
 class ShardedBucket(Bucket):

@@ -36,7 +36,6 @@ class Contract(Owner):
         self.buckets = buckets
         self.share_updates = share_updates
         self.holds_values = holds_values
-        self.compared = buckets if holds_values else []
         # Gradients are none, local (not summed over the ranks yet), summed, or stepped.
         self.state = "none"
         # Whether a backward pass is running whose loss was divided by the targets of all ranks.
@@ -44,10 +43,11 @@ class Contract(Owner):
         self.losses = 0
         whole = {p for bucket in buckets for p in bucket.parameters}
         self.given = {p for bucket in buckets for p in bucket.updated}
-        # The arrays in which ZeRO has left the values that an optimizer changes.
-        self.values = {p: p.data for p in self.given - whole}
-        if self.values and holds_values:
-            self.values |= {p: p.data for p in whole}
+        # ZeRO's shards, and parameters that stay whole, refer to one flat array.
+        flat = self.given - whole
+        if flat and holds_values:
+            flat |= whole
+        self.values = {p: p.data for p in flat}
         self.leaves = self.given.union(*[bucket.leaves() for bucket in buckets])
         for p in whole | self.given:
             p.owners.append(self)
@@ -63,8 +63,8 @@ class Contract(Owner):
         """
         self.in_scaled_pass = False  # a backward pass that failed has left it True
         self.losses += 1
-        if self.losses > 1 and self.losses.bit_count() == 1:
-            for bucket in self.compared:
+        if self.holds_values and self.losses > 1 and self.losses.bit_count() == 1:
+            for bucket in self.buckets:
                 compare(bucket.parameters, bucket.comm, "the ranks' parameters differ now", DIFFER)
 
     def begin_pass(self) -> None:
@@ -74,11 +74,7 @@ class Contract(Owner):
                 raise RuntimeError(
                     "backward() after optimizer.step() would add to used gradients: call optimizer.zero_grad()"
                 )
-            if self.state == "summed" and any(bucket.gradient is not None for bucket in self.buckets):
-                raise RuntimeError(
-                    "backward() would add to gradients that were summed over the ranks, and sum them again: "
-                    "run all microbatches of a step but the last inside `with wrapper.no_sync():`"
-                )
+            self.begin_sum()
             if self.state == "none" and not self.in_scaled_pass:
                 raise RuntimeError(
                     "backward() of wrapper.loss(x, y) plus a term that every rank would add (or after a "
@@ -87,9 +83,14 @@ class Contract(Owner):
                 )
         self.in_scaled_pass = True
 
-    def end_pass(self) -> None:
-        """Note that backward of a scaled loss has ended."""
-        self.in_scaled_pass = False
+    def begin_sum(self) -> None:
+        """Raise RuntimeError if whole gradients were summed over the ranks, and would be summed again."""
+        if self.state == "summed" and any(bucket.gradient is not None for bucket in self.buckets):
+            raise RuntimeError(
+                "gradients were summed over the ranks already, and would be summed again: run all microbatches "
+                "of a step but the last inside `with wrapper.no_sync():`, and call synchronize() after "
+                "scaled_backward alone"
+            )
 
     # ---- calls from backward and from optimizers, as an owner of the parameters
 

@@ -8,7 +8,6 @@ backward follows at once. Backward reduce-scatters the gradient of a unit as soo
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ class Unit(Bucket):
 
     def __init__(self, parameters: Sequence[Parameter], comm: Communicator) -> None:
         super().__init__(parameters, comm)
-        self.gathering: tuple[Array, Work] | None = None  # the whole array and its gather; None if freed
+        self.gathering: Work | None = None  # the gather of the whole array, and its result; None if freed
         data = self.flatten_values("buffers")[self.own].copy()
         hold("parameters", data)
         self.reshard()
@@ -45,14 +44,12 @@ class Unit(Bucket):
         """Start to gather the parameters, unless that has started. On d ranks, sends (d-1)/d of their bytes."""
         if self.gathering is None:
             whole = allocate("buffers", self.size, self.chunk.data.dtype)
-            work = self.comm.all_gather(self.chunk.data, out=whole, algorithm="pairwise", async_op=True)
-            self.gathering = whole, work
+            self.gathering = self.chunk.start_gather(whole)
 
     def wait_for_unshard(self) -> None:
         """Wait until the parameters have arrived, and make them views of the whole array."""
         assert self.gathering is not None
-        whole, work = self.gathering
-        work.wait()
+        whole = self.gathering.wait()
         for p, view in self.views(whole):
             for leaf in (p, *p.ties):
                 leaf.data = view
@@ -60,20 +57,10 @@ class Unit(Bucket):
     def reshard(self) -> None:
         """Free the whole parameters. This rank's chunk stays."""
         if self.gathering is not None:
-            self.gathering[1].wait()  # a prefetch may still be under way
+            self.gathering.wait()  # a prefetch may still be under way
             self.gathering = None
         for leaf in self.leaves():
             leaf.data = placeholder(leaf.shape, leaf.dtype)
-
-
-@dataclass(frozen=True)
-class SegmentUnits:
-    """A segment of the model, and the units that it and its neighbours need."""
-
-    segment: Segment
-    reads: Sequence[Unit]  # the segment reads the parameters of these
-    next_in_forward: Sequence[Unit]  # the segment that runs next in forward reads these
-    next_in_backward: Sequence[Unit]  # the backward of the segment before reads these
 
 
 def at_backward(x: Any, call: Callable[[], None]) -> Any:
@@ -111,8 +98,7 @@ class FullyShardedDataParallel(DataParallel):
         for i, segment in enumerate(segments):
             following = reads[i + 1] if i + 1 < len(segments) else []
             preceding = reads[i - 1] if i > 0 and segments[i - 1].reads_in_backward else []
-            needs = SegmentUnits(segment, reads[i], following, preceding)
-            segment.run = partial(self.run, needs, segment.run)
+            segment.run = partial(self.run, segment, segment.run, reads[i], following, preceding)
 
     def units_of(self, segment: Segment) -> list[Unit]:
         """Return the units that a segment reads, in the model's order.
@@ -120,25 +106,37 @@ class FullyShardedDataParallel(DataParallel):
         A parameter that is in no unit is left out: the head of a pipeline's last rank may read the
         embedding, which is in a unit of the first rank.
         """
-        return [u for u in reversed(self.buckets) if not set(u.parameters).isdisjoint(segment.parameters)]
+        return [u for u in reversed(self.buckets) if set(u.parameters) & set(segment.parameters)]
 
-    def run(self, needs: SegmentUnits, forward: Callable[[Any], Any], x: Any) -> Any:
-        """Run a segment; gather and free its units before and after its forward and its backward."""
-        backward_is_next = needs.segment.is_last and grad_enabled.get()
-        self.gather(needs.reads, needs.next_in_backward if backward_is_next else needs.next_in_forward)
+    def run(
+        self,
+        segment: Segment,
+        forward: Callable[[Any], Any],
+        units: Sequence[Unit],
+        following: Sequence[Unit],
+        preceding: Sequence[Unit],
+        x: Any,
+    ) -> Any:
+        """Run a segment; gather and free its `units` before and after its forward and its backward.
+
+        `following` are those of the segment that runs next in forward, and `preceding` those that the
+        next segment in backward reads there.
+        """
+        backward_is_next = segment.is_last and grad_enabled.get()
+        self.gather(units, preceding if backward_is_next else following)
         # Backward comes to x after the segment.
-        y = forward(at_backward(x, partial(self.free, needs.reads)))
+        y = forward(at_backward(x, partial(self.free, units)))
         if not backward_is_next:
-            self.free(needs.reads)
+            self.free(units)
         # Backward comes to y before the segment.
-        return at_backward(y, partial(self.pre_backward, needs))
+        return at_backward(y, partial(self.pre_backward, segment, units, preceding))
 
-    def pre_backward(self, needs: SegmentUnits) -> None:
+    def pre_backward(self, segment: Segment, units: Sequence[Unit], preceding: Sequence[Unit]) -> None:
         """Gather the segment's units, if its backward reads them."""
-        if needs.segment.reads_in_backward:
-            self.gather(needs.reads, needs.next_in_backward)
+        if segment.reads_in_backward:
+            self.gather(units, preceding)
             # Backward does not come to an input that needs no gradient, such as that of a model without segments.
-            queue_callback(partial(self.free, needs.reads))
+            queue_callback(partial(self.free, units))
 
     def gather(self, units: Sequence[Unit], prefetched: Sequence[Unit]) -> None:
         """Gather `units` and wait for them. With `prefetch`, start to gather `prefetched` before that wait."""
@@ -168,14 +166,12 @@ class FullyShardedDataParallel(DataParallel):
     def reduce(self, unit: Unit) -> None:
         """Start to reduce-scatter the whole gradient of a unit, which is freed when it has been sent."""
         gradient = self.complete(unit)
-        out = unit.chunk.room_for_sum()
-        work = unit.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True)
-        self.works.append(work)
+        self.works.append(unit.chunk.start_sum(gradient, self.algorithm))
         unit.free_gradient()  # the message alone refers to it from here on
 
     def after_sums(self) -> None:
         for unit in self.buckets:
-            unit.chunk.accept_sums()
+            unit.chunk.accept_sum()
 
     def after_step(self) -> None:
         """Free the units that a forward without a backward has left: the optimizer has changed the chunks."""

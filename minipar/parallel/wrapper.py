@@ -31,6 +31,8 @@ class DataParallel:
 
     # Makes the bucket of a group, with the memory that it keeps between steps.
     make_bucket: Callable[[Sequence[Parameter], Communicator], Any]
+    # Starts the sum of a bucket's gradients, and returns at once, so that backward goes on.
+    reduce: Callable[[Any], None]
     holds_values = True  # False if parameters are freed between passes
 
     def __init__(
@@ -66,10 +68,6 @@ class DataParallel:
             self.wrap_segments(segments)
 
     # ---- what each strategy defines
-
-    def reduce(self, bucket: Any) -> None:
-        """Start the sum of a bucket's gradients, and return at once, so that backward goes on."""
-        raise NotImplementedError
 
     def wrap_segments(self, segments: Sequence[Segment]) -> None:
         """Replace the `run` of these segments, to act before and after their forward and backward."""
@@ -111,7 +109,7 @@ class DataParallel:
 
         Several losses in one pass queue this several times; only the first call finds local gradients.
         """
-        self.contract.end_pass()
+        self.contract.in_scaled_pass = False
         if self.hooks.enabled and self.contract.state == "local":
             self.synchronize()
 
@@ -135,6 +133,7 @@ class DataParallel:
 
         Backward of `loss` ends with this, outside `no_sync`.
         """
+        self.contract.begin_sum()
         self.hooks.finish()
         for work in self.works:
             work.wait()
@@ -166,7 +165,7 @@ class DataParallel:
         try:
             yield
         finally:
-            self.contract.end_pass()
+            self.contract.in_scaled_pass = False
 
     def zero_grad(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""

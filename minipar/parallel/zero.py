@@ -9,10 +9,8 @@ reduce-scatter followed by an all-gather, and the optimizer's update fits betwee
     stage 3   parameters too (fsdp.py)
 """
 
-from collections.abc import Sequence
+from functools import partial
 
-from minipar.comm.communicator import Communicator
-from minipar.nn.parameter import Parameter
 from minipar.parallel.chunks import ShardedBucket
 from minipar.parallel.wrapper import DataParallel
 
@@ -25,30 +23,20 @@ class ZeroStage1(DataParallel):
     elements.
     """
 
-    keeps_gradient = True  # a bucket's whole gradient, and not only until it is sent
-
-    def make_bucket(self, parameters: Sequence[Parameter], comm: Communicator) -> ShardedBucket:
-        return ShardedBucket(parameters, comm, self.keeps_gradient)
+    make_bucket = partial(ShardedBucket, keeps_gradient=True)
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the reduce-scatter of a bucket's gradients; this rank gets its chunk of the sum."""
         gradient = self.complete(bucket)
-        out = bucket.chunk.room_for_sum()
-        work = bucket.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True)
-        self.works.append(work)
+        self.works.append(bucket.chunk.start_sum(gradient, self.algorithm))
 
     def after_sums(self) -> None:
         for bucket in self.buckets:
-            bucket.chunk.accept_sums()
+            bucket.chunk.accept_sum()
 
     def after_step(self) -> None:
         """Gather the chunks, which the ranks' optimizers have updated. Sends Psi (d-1)/d elements."""
-        works = []
-        for bucket in reversed(self.buckets):
-            chunk = bucket.chunk.data
-            works.append(
-                bucket.comm.all_gather(chunk, out=bucket.values, algorithm="pairwise", async_op=True)
-            )
+        works = [bucket.chunk.start_gather(bucket.values) for bucket in reversed(self.buckets)]
         for work in works:
             work.wait()
 
@@ -62,7 +50,7 @@ class ZeroStage2(ZeroStage1):
     gradients stay sharded, and each microbatch sends them. Without that it sends as much as stage 1.
     """
 
-    keeps_gradient = False
+    make_bucket = partial(ShardedBucket, keeps_gradient=False)
 
     def reduce(self, bucket: ShardedBucket) -> None:
         """Start the sum as stage 1 does. Then the message alone refers to the whole gradient."""

@@ -61,15 +61,14 @@ class ZeroShards(Contract):
             for owner in self.others:
                 owner.before_step(self.bucket.parameters)
             gradient = self.bucket.complete()
-            self.comm.reduce_scatter(gradient, out=self.bucket.chunk.gradient, algorithm=self.algorithm)
-            self.bucket.chunk.accept_sums()
+            self.bucket.chunk.start_sum(gradient, self.algorithm).wait()
+            self.bucket.chunk.accept_sum()
             self.state = "summed"
         return self.bucket.updated
 
     def gather(self) -> None:
         """Gather the updated parameters."""
-        bucket = self.bucket
-        self.comm.all_gather(bucket.chunk.data, out=bucket.values, algorithm="pairwise")
+        self.bucket.chunk.start_gather(self.bucket.values).wait()
         for owner in self.others:
             owner.after_step()
 

@@ -40,11 +40,8 @@ except ZeroDivisionError: remove()
 ddp.loss(x, y)
 model.loss(x, y).backward()
 """
-NEVER_SUMMED = """
-with ddp.scaled_backward(): model.loss_sum(x, y).backward()
-try: optimizer.step()
-finally: ddp.synchronize()
-"""
+SCALED = "with ddp.scaled_backward(): model.loss_sum(x, y).backward()\n"
+NEVER_SUMMED = f"{SCALED}try: optimizer.step()\nfinally: ddp.synchronize()"
 CLIPS_ON_ONE_RANK = """
 for step in range(8):
     backward()
@@ -84,7 +81,9 @@ REFUSED = {  # the script, at these stages, the error, and what it shows
     "the same after a failure": (FAILS, ALL, RuntimeError, "wrapper.loss(x, y)"),
     "a loss plus a term": (
         "(ddp.loss(x, y) + (model.first.bias**2.0).sum()).backward()", ALL, RuntimeError, "wrapper.scaled_backward()"),
+    "two passes, one sum": (2 * SCALED, ALL, RuntimeError, "wrapper.no_sync()", "synchronize()"),
     "two passes, each summed": ("backward(); backward()", [0, 1], RuntimeError, "wrapper.no_sync()"),
+    "two sums of one pass": ("backward(); ddp.synchronize()", [0, 1], RuntimeError, "synchronize()"),
     "backward twice": (
         "loss = ddp.loss(x, y); loss.backward(); loss.backward()", [SERIAL], ValueError, "backward()"),
     "backward under no_grad": (

@@ -12,7 +12,6 @@ from minipar.parallel.buckets import BackwardHooks, Bucket, by_unit
 from minipar.parallel.chunks import Chunk
 from minipar.parallel.placement import Placement, attach_placements
 from minipar.parallel.wrap import fully_shard, shard
-from minipar.parallel.wrapper import DataParallel
 
 # ---- which parameters travel together --------------------------------------------------------------------------------
 
@@ -68,23 +67,6 @@ def test_what_the_loss_does_not_use_is_sent_at_the_end_as_zeros():
     assert watched.sent == [0, 1]
     assert not watched.buckets[0].gradient.any() and watched.buckets[1].gradient.any()
     assert watched.backward() == [], "the next pass starts again"
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_passes_send_again_after_no_sync(fails):
-    """They do so also after an error in it. The end of a no_sync inside another one changes nothing."""
-    model = MLP()
-    watched = Watched(model, model.parameters())
-    try:
-        with DataParallel.no_sync(watched):
-            with DataParallel.no_sync(watched):
-                assert watched.backward() == []
-            assert watched.backward() == []
-            if fails:
-                raise FloatingPointError
-    except FloatingPointError:
-        assert fails
-    assert watched.backward() == [0]
 
 
 class Gathers(Proxy):

@@ -159,6 +159,17 @@ def fails_first(ddp, optimizer, x, y):
     plain(ddp, optimizer, x, y)
 
 
+def fails_in_backward(ddp, optimizer, x, y):
+    """After the head's gradients have been sent."""
+    remove = ddp.model.encoder.left.weight.register_post_accumulate_grad_hook(lambda leaf: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ddp.loss(2 * x, y).backward()
+    remove()
+    ddp.synchronize()
+    optimizer.zero_grad()
+    plain(ddp, optimizer, x, y)
+
+
 class Judged(MLP):
     """A model whose loss makes another model, which is not trained."""
 
@@ -175,6 +186,7 @@ def test_what_a_script_does_beside_a_step_changes_no_bit(stage):
     assert trained(2, stage, sets_none) == want
     assert trained(2, stage, fails_first, Fails) == want
     assert trained(2, stage, plain, Judged) == want
+    assert trained(2, stage, fails_in_backward, InParts) == trained(2, stage, plain, InParts)
 
 
 def test_values_that_replace_a_parameters_are_trained_at_stage_0():
@@ -193,17 +205,17 @@ def test_values_that_replace_a_parameters_are_trained_at_stage_0():
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_sync_inside_no_sync_ends_with_the_outer_one(stage, nested):
-    """Nothing is sent until the outermost block has ended, also if a block inside it ends, or fails."""
+    """Nothing is sent until the outermost block has ended, also if a block inside it ends. One that fails ends, too."""
 
     def rank(comm):
         ddp = shard(MLP(), comm, stage, "ordered")
         operations = "all_reduce" if stage == 0 else "reduce_scatter"
+        with pytest.raises(ZeroDivisionError), ddp.no_sync(), ddp.no_sync():
+            1 / 0  # noqa: B018
         with ddp.no_sync():
             if nested:
                 with ddp.no_sync():
                     pass
-                with pytest.raises(ZeroDivisionError), ddp.no_sync():
-                    1 / 0  # noqa: B018
             loss = ddp.loss(*points(comm.rank))
             before = comm.traffic.bytes(operations)
             loss.backward()

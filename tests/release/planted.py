@@ -124,7 +124,7 @@ ROWS = [
     ("ZeRO 2's later sums replace the first", "minipar/parallel/chunks.py",
      "if self.shards[0].grad is None:", "if True:", "parallel/test_zero.py"),
     ("FSDP does not wait for what it gathers", "minipar/parallel/fsdp.py",
-     "        work.wait()\n        for p, view", "        for p, view", "parallel/test_fsdp.py"),
+     "whole = self.gathering.wait()", "whole = self.gathering._result", "parallel/test_fsdp.py"),
     ("hybrid sharding sums nothing over the replicas", "minipar/more/hybrid.py",
      "return _TwoSums(first, self.across, out, algorithm)", "return first", "parallel/test_hybrid.py"),
     ("heads are cut across q, k and v", "minipar/parallel/tensor/plan.py",

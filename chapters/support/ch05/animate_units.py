@@ -90,9 +90,9 @@ class Watched(FullyShardedDataParallel):
         if is_whole:
             self.watch("free", self.number(unit))
 
-    def pre_backward(self, needs: Any) -> None:
-        super().pre_backward(needs)
-        for unit in needs.reads:
+    def pre_backward(self, segment: Any, units: Any, preceding: Any) -> None:
+        super().pre_backward(segment, units, preceding)
+        for unit in units:
             self.watch("backward", self.number(unit))
 
     def reduce(self, unit: Any) -> None:

@@ -166,7 +166,7 @@ class NoGather(ZeroStage1):
     """Mistake 2: nobody gathers the updated parameters."""
 
     def after_step(self) -> None:
-        self.contract.compared = []  # or the next loss would be refused
+        self.contract.losses = 0  # or the next loss would be refused
 
 
 class OffByOne(ZeroStage1):
