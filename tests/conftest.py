@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from minipar import backend
+from minipar.process import prepare_process
 
-backend.prepare_process()
+prepare_process()
 LOADING = threading.Lock()
 load = np.load
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 # What each package of minipar may import, besides itself. A package that is not listed may not exist. A program, a
 # `__main__`, may import all of them.
-CORE = "errors cli backend memory memory_file autograd nn comm parallel"
+CORE = "errors cli backend memory memory_file process autograd nn comm parallel"
 ALLOWED = {
     "errors": "",
     "cli": "errors",
@@ -24,7 +24,8 @@ ALLOWED = {
     "memory_file": "memory",
     "autograd": "errors backend memory",
     "nn": "errors backend memory autograd",
-    "comm": "errors backend memory",
+    "process": "",
+    "comm": "errors backend memory process",
     "parallel": "errors backend memory autograd nn comm",
     "more": "errors backend memory autograd nn comm parallel",
     "train": f"{CORE} more",
@@ -36,7 +37,8 @@ ALLOWED = {
 }
 # Packages from outside, and the packages that may name them.
 OUTSIDE = {
-    **dict.fromkeys(("cupy", "threadpoolctl", "ml_dtypes"), {"backend"}),
+    **dict.fromkeys(("cupy", "ml_dtypes"), {"backend"}),
+    "threadpoolctl": {"process"},
     **dict.fromkeys(("matplotlib", "IPython", "ipywidgets"), {"visualize"}),
     "numpy": set(ALLOWED),
     "lazy_loader": set(ALLOWED),

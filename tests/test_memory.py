@@ -12,10 +12,10 @@ from launcher import run_mpi
 from training import config_for, trainer_for
 
 from chapters.support.training import step_layout
-from minipar.backend import one_blas_thread
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, _recording, enter, hold
 from minipar.parallel.predicted_memory import OF_DTYPE, elements_placed, model_state
+from minipar.process import one_blas_thread
 from minipar.train.__main__ import run
 from minipar.train.data import load_tokens
 
@@ -258,7 +258,7 @@ def test_the_program_writes_every_ranks_ledger(tmp_path):
 FAULTS = """
 import resource
 import numpy as np
-from minipar.backend import prepare_process
+from minipar.process import prepare_process
 
 prepare_process()
 

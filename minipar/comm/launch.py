@@ -5,10 +5,11 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from minipar.backend import Value, prepare_process, this_rank
+from minipar.backend import Value, this_rank
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import run_local, serial
 from minipar.errors import UsageError, error_line, print_line
+from minipar.process import prepare_process
 
 # The variables in which MPICH, Open MPI, torchrun and srun give the number of processes that they have started.
 STARTED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")

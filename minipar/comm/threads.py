@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from minipar.backend import Value, one_blas_thread, this_rank
+from minipar.backend import Value, this_rank
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.transport import USER_TAGS, Link, Request, has_returned
 from minipar.errors import CommunicationError, print_line
+from minipar.process import one_blas_thread
 
 LOOK_SECONDS = 0.05  # between two looks at the clock by a rank that waits; a message wakes it at once
 RELEASE_SECONDS = 10.0  # how long a failed run waits for ranks that are still computing
