@@ -81,6 +81,20 @@ def test_column_then_row_is_the_serial_pair(size, reduction, sequence):
         assert [name for name in gradients if not close(parallel[name], gradients[name])] == []
 
 
+def test_ordered_sums_add_the_ranks_from_left_to_right():
+    """To the bit, which a ring's are not. What is summed does not change."""
+    arrays = RANDOM.standard_normal((3, 2, 9, 5))
+    total = arrays[0] + arrays[1] + arrays[2]
+
+    def rank(comm):
+        group, x = TensorGroup(comm, "ordered"), arrays[comm.rank].copy()
+        assert np.array_equal(group.sum(x), total)
+        assert np.array_equal(group.sum_part(x, 1), group.part(total, 1))
+        assert np.array_equal(x, arrays[comm.rank])
+
+    run_local(3, rank)
+
+
 def test_layers_inside_of_the_border_send_nothing():
     """Their blocks enter and leave once for several of them, so each computes with its own rank's part alone."""
 
