@@ -82,28 +82,6 @@ def test_the_peak_is_the_largest_sum_and_says_of_what():
     assert ledger.moments == [("backward", (0, 400, 0, 0, 0))]
 
 
-def test_moments_are_told_with_their_phase():
-    with MemoryLedger().recording() as ledger:
-        array = np.zeros(2)
-        hold("parameters", array)
-        enter("forward")
-        del array
-    assert ledger.moments == [("setup", (16, 0, 0, 0, 0)), ("forward", (16, 0, 0, 0, 0)), ("forward", (0, 0, 0, 0, 0))]
-
-
-def test_every_rank_of_a_thread_world_keeps_its_own_ledger():
-    def rank(comm):
-        with MemoryLedger().recording() as ledger:
-            array = np.zeros(comm.rank + 1)
-            hold("parameters", array)
-            enter(f"rank {comm.rank}")
-            comm.barrier()
-            return ledger.total(), ledger.phase
-
-    assert run_local(4, rank) == [(8, "rank 0"), (16, "rank 1"), (24, "rank 2"), (32, "rank 3")]
-    assert _recording.get() is None
-
-
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 SHAPE = "--layers 2 --hidden 13 --heads 1 --seq-len 11 --steps 2"

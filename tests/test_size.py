@@ -22,7 +22,7 @@ CLOSURES = {
     "parallel/pipeline/module": (27, 28_790, 9_750),
 }
 TOKENS_PER_LINE = 9.54
-TEST_LINES = 33_050  # of all files below tests/; the goal is 30,000
+TEST_LINES = 32_180  # of all files below tests/; the goal is 30,000
 LONG_LINES = 0.06  # of the lines that are not blank, beyond 100 columns
 
 IGNORED = {

@@ -233,23 +233,6 @@ def test_callbacks_work_while_weight_gradients_are_deferred():
     assert events == ["input", "weight"]
 
 
-def test_an_inner_queue_gets_the_inner_gradients():
-    x, w = Tensor(DRAW((3, 4))), leaf(4, 4)
-    with defer_weight_gradients() as outer:
-        with pytest.raises(KeyError), defer_weight_gradients() as inner:
-            linear(x, w).sum().backward()
-            raise KeyError
-        linear(x, w).sum().backward()
-    assert (len(inner), len(outer)) == (1, 1) and w.grad is None
-    inner.run()
-    once = w.grad.copy()
-    outer.run()
-    outer.run()  # nothing is left
-    assert np.array_equal(w.grad, 2 * once)
-    linear(x, w).sum().backward()  # put off no longer
-    assert np.array_equal(w.grad, 3 * once)
-
-
 class Doubled(Function):
     """x + w with doubled gradients, of which that of w is a recipe."""
 

@@ -1,5 +1,5 @@
 """Claims about channels that deliver in order: the simulator's verdict and times are those of an execution message by
-message, over threads too; receives that stand too early cost time, and those that stand too late deadlock.
+message; receives that stand too early cost time.
 """
 
 import random
@@ -7,14 +7,11 @@ from collections import Counter, deque
 from fractions import Fraction
 
 import pytest
-from one_at_a_time import OneAtATime
-from pipeline_cases import differing, execute_rank, one_device
 from schedule_cases import random_schedule, schedule, shuffle_messages
 
 from chapters.support.ch08.in_order import CHANNELS, simulate_in_order
-from chapters.support.ch08.receives import early_receives, late_receives
-from minipar.comm import run_local
-from minipar.errors import CommunicationError, UsageError
+from chapters.support.ch08.receives import early_receives
+from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Action, Durations, simulate
 from minipar.parallel.pipeline.check import lower
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
@@ -161,23 +158,3 @@ def test_verdicts_and_times_are_those_of_an_execution(channel):
             assert {slot.action: slot.end for row in line.ranks for slot in row} == ends
             assert line.makespan >= simulate(mine, durations).makespan
     assert min(found.values()) > 5, found
-
-
-# ---- the executor ----------------------------------------------------------------------------------------------------
-
-
-def execute_in_order(mine, channel):
-    """A step of training over threads, whose channels move one message at a time."""
-    return run_local(len(mine.ranks), lambda comm: execute_rank(OneAtATime(comm, channel), mine, 5))
-
-
-@by_channel
-@pytest.mark.parametrize("place", [lower, early_receives, late_receives])
-def test_the_executor_ends_or_hangs_as_the_simulator_says(place, channel):
-    mine = place(make("1f1b", 3, 4))
-    assert deadlocks(mine, channel) == (place is late_receives and channel != "direction")
-    if deadlocks(mine, channel):
-        with pytest.raises(CommunicationError):
-            execute_in_order(mine, channel)
-    else:
-        assert differing(execute_in_order(mine, channel), one_device(5, 4)) == []

@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 from combinations import TEXT, Combination
 from training import bits, reports, trainer_for
-from transports import collective, in_order_of_arrival, run_in_turns
+from transports import run_in_turns
 
-from minipar.comm import ALGORITHMS, run_local
+from minipar.comm import run_local
 
 SCHEDULES = int(os.environ.get("MINIPAR_SCHEDULES", "6"))
 BATCH = 2  # schedules per test, all of one layout
@@ -42,13 +42,3 @@ def test_a_3d_step_has_the_same_bits_in_every_schedule(first):
     wrong = [seed for seed, (results, _) in zip(seeds, runs, strict=True) if results != undisturbed(combination)]
     assert not wrong, f"other bits with the schedules of these seeds: {wrong}"
     assert len({tuple(order) for _, order in runs}) == BATCH
-
-
-def test_schedules_show_a_sum_in_order_of_arrival(monkeypatch):
-    monkeypatch.setitem(ALGORITHMS["all_reduce"], "ordered", in_order_of_arrival)
-
-    def total(seed):
-        results, _ = run_in_turns(4, lambda comm: collective(comm, "all_reduce", "ordered", 257).tobytes(), seed)
-        return results[0]
-
-    assert len({total(seed) for seed in range(20)}) > 1

@@ -1,4 +1,4 @@
-"""A small trace, metrics, benchmark rows, a ledger, a search and schedules, which the tests of visualize draw."""
+"""A small trace, metrics, benchmark rows, a search and schedules, which the tests of visualize draw."""
 
 from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import make
@@ -40,13 +40,6 @@ def bench_rows():
     ]  # fmt: skip
     mpi = ring[0] | {"algorithm": "mpi", "mpi_seconds": None, "wire_bytes": None, "wire_bytes_expected": None}
     return [*ring, mpi, ring[0] | {"op": "barrier", "bytes": 0}]
-
-
-def moments(count):
-    """Make a ledger: activations grow and go, a buffer comes and goes, and the optimizer's state stays."""
-    forward = [("forward", (4096, 4096, 8192, 2048 * i, 0)) for i in range(3)]
-    backward = [("backward", (4096, 4096, 8192, 5000, 1024)), ("backward", (4096, 4096, 8192, 3000, 0))]
-    return [*forward, *backward, ("optimizer", (4096, 4096, 8192, 0, 0))] * count
 
 
 def search():

@@ -20,7 +20,7 @@ import numpy as np
 from minipar.comm import ALGORITHMS, chunk_bounds, run_local
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import LOOK_SECONDS, ThreadTransport, ThreadWorld
-from minipar.comm.transport import Link, Request, Steps, Transport
+from minipar.comm.transport import Link, Request, Transport
 from minipar.errors import CommunicationError
 
 LONGEST_DELAY = 1e-3  # seconds; a message between two threads takes about 20e-6
@@ -75,22 +75,6 @@ def collective(comm: Communicator, op: str, algorithm: str, n: int, async_op: bo
     for array in (x, result):
         array.fill(np.nan)
     return values
-
-
-def in_order_of_arrival(link: Link, x: np.ndarray, combine: np.ufunc) -> Steps:
-    """A wrong all_reduce: it adds each contribution when it comes."""
-    others = [rank for rank in range(link.size) if rank != link.rank]
-    sends = [link.isend(own, other) for own, other in ((x.copy(), other) for other in others)]
-    received = [np.empty_like(x) for _ in others]
-    receives = [link.irecv(array, other) for array, other in zip(received, others, strict=True)]
-    missing = list(range(len(others)))
-    while missing:
-        arrived = [i for i in missing if receives[i].test()]
-        for i in arrived:
-            combine(x, received[i], out=x)
-            missing.remove(i)
-        yield () if arrived else receives[missing[0] : missing[0] + 1]
-    yield sends
 
 
 class Done:

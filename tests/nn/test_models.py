@@ -154,26 +154,6 @@ def test_recompute_gives_the_same_bits(kind, dtype):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_positions_come_from_one_place(kind):
-    """Tokens in another order, each at its own position, have the same embeddings, queries and keys."""
-    model = CONFIGS[kind].build(dtype="float64")
-    seen = []
-
-    def recorded(qkv, heads, kv_heads, *dropout):
-        seen.append(qkv.data)
-        return qkv[..., :8]
-
-    for _, module in model.named_modules():
-        if hasattr(module, "kv_heads"):
-            module.attention = recorded
-    order = np.array([3, 0, 4, 1, 2])
-    expected = model(TOKENS).data
-    model.positions = lambda length: order[:length]
-    assert np.array_equal(model(TOKENS[:, order]).data, expected[:, order])
-    assert all(np.array_equal(a[:, order], b) for a, b in zip(seen[:2], seen[2:], strict=True))
-
-
 def test_a_llama_block_is_its_formula_written_out():
     """In NumPy, query by query, with another frequency and epsilon than the defaults; two queries share a key."""
     config = LlamaConfig(11, 16, 12, 1, 4, 2, 6, rope_theta=50.0, rms_norm_eps=0.3)

@@ -234,17 +234,6 @@ def test_a_resumed_optimizer_trains_the_same_bits(dtype, kind):
         assert np.array_equal(one, other)
 
 
-def test_a_state_before_the_first_step_starts_again():
-    state = AdamW(MLP().parameters(), **SETTINGS).state_dict()
-    model = MLP()
-    optimizer = AdamW(model.parameters(), **SETTINGS)
-    train(model, optimizer, [5, 4])
-    optimizer.load_state_dict(state)
-    model.load_state_dict(MLP().state_dict())
-    train(model, optimizer, range(3))
-    assert bits(model.state_dict()) == bits(trained(3)[0].state_dict())
-
-
 def test_the_state_is_a_copy():
     model, optimizer = trained(1)
     state = optimizer.state_dict()

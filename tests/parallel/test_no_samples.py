@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from training import MLP, backward, clip, gradient_of, gradient_on_one_device, joined, small_gpt, text, with_blocks
+from training import backward, clip, gradient_of, gradient_on_one_device, joined, small_gpt, text, with_blocks
 
 import minipar as mp
 from minipar.comm import run_local
@@ -103,17 +103,3 @@ def test_replicas_of_other_axes_may_be_without_samples(name, axis):
     first.fold_tied_gradients()
     for each in run_local(4, rank):
         np.testing.assert_allclose(each, (loss.item(), np.linalg.norm(first.grad)), rtol=1e-11)
-
-
-def test_readmes_batches_on_more_ranks_than_samples():
-    """16 samples over 20 ranks, as `world.rank::world.size` deals them."""
-
-    def rank(world):
-        ddp = mp.fully_shard(MLP(), world)
-        x = np.arange(48.0).reshape(16, 3)[world.rank :: world.size]
-        loss = ddp.loss(x, x[:, :1])
-        loss.backward()
-        with mp.no_grad():
-            return ddp.loss(x, x[:, :1]).item() == loss.item()
-
-    assert run_local(20, rank) == [True] * 20

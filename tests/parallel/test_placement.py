@@ -5,7 +5,6 @@ import pytest
 from combinations import TEXT, VOCAB
 from training import MLP, config_for, trainer_for
 
-import minipar as mp
 from chapters.support.training import step_layout
 from minipar.comm import run_local
 from minipar.nn import AdamW, Linear
@@ -90,29 +89,6 @@ def test_with_more_ranks_than_elements_a_shard_is_empty():
         return [p.size for p in ddp.parameters()]
 
     assert run_local(5, rank) == [[1], [1], [1], [0], [0]]
-
-
-# ---- the record ------------------------------------------------------------------------------------------------------
-
-
-def test_placements_print_as_a_table():
-    def rank(comm):
-        mesh = mp.DeviceMesh(comm, dp=2, tp=2)
-        model = mp.GPT(mp.GPTConfig(vocab_size=7, n_positions=4, n_embd=8, n_layer=1, n_head=2))
-        before = str(mp.placements(model)).splitlines()
-        tensor = mp.tensor_parallel(model, mesh.tp, sequence=True)
-        mp.shard(model, mesh.dp, 1, before_reduce=tensor.sum_partial)
-        return before, str(mp.placements(model)).splitlines()
-
-    before, after = run_local(4, rank)[3]
-    assert before[1].split() == ["wte.weight", "(7,", "8)", "Replicate", "0", "-", "-"]
-    assert after[0].split() == ["name", "shape", "tp", "pp", "ep", "dp", "chunk"]
-    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in after[1:]}
-    assert list(rows) == [name for name, _ in mp.GPT(mp.GPTConfig(7, 4, 8, 1, 2)).named_parameters()]
-    # The rows of the embedding are padded to 8, of which a rank has 4: with wpe and ln_f a bucket of 80 elements.
-    assert rows["wte.weight"].split() == "(7, 8) Shard(0) 0 - 32:32 of 32".split()
-    assert rows["wpe.weight"].split() == "(4, 8) Partial 0 - 8:32 of 32".split()
-    assert rows["h.0.attn.c_attn.weight"].split()[2:4] == ["Shard(1,", "groups=3)"]
 
 
 # ---- computed for any rank -------------------------------------------------------------------------------------------

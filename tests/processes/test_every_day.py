@@ -1,10 +1,9 @@
 """Ranks that are processes: the few jobs that run with all other tests, one for each thing that threads cannot show."""
 
-import signal
 import time
 
 import pytest
-from launcher import interrupt_mpi, mpirun_is_open_mpi, run_mpi
+from launcher import mpirun_is_open_mpi, run_mpi
 
 SECONDS = 60.0
 
@@ -61,23 +60,3 @@ def test_a_usage_error_is_one_line_and_code_2_on_every_rank():
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("minipar: error: dp*tp = 2*3 = 6, ") and "mpirun started 2 ranks" in line
-
-
-@pytest.mark.skipif(mpirun_is_open_mpi(), reason="Open MPI's mpirun kills the ranks soon after it passes a signal on")
-def test_sigterm_finishes_and_saves_the_step(tmp_path):
-    """All ranks end, and `--resume` goes on with the next step."""
-    folder, metrics = tmp_path / "run", tmp_path / "metrics.jsonl"
-    size = "--layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6"
-    train = f"-m minipar.train {size} --dp 3 --dtype float64".split()
-
-    def steps():
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
-    flags = ["--steps", "1000000", "--save", str(folder), "--metrics", str(metrics)]
-    result = interrupt_mpi(3, [*train, *flags], lambda: steps() >= 2, number=signal.SIGTERM)
-    step = steps()
-    assert (result.returncode, result.stderr) == (128 + signal.SIGTERM, "")
-    assert "SIGTERM" in result.stdout.splitlines()[-1]
-    assert [path.name for path in folder.iterdir()] == [f"step-{step:08d}"]
-    then = run_mpi(3, [*train, "--resume", str(folder), "--steps", str(step + 1), "--verify"], SECONDS)
-    assert then.returncode == 0 and f"from step {step + 1} on" in then.stdout, then.stderr

@@ -124,11 +124,6 @@ def trained(args):
     return bits(trainer.state_dict()), results
 
 
-def test_the_choice_covers_every_pair_of_flags():
-    covered = set().union(*map(pairs, covering()))
-    assert len(covered) == sum(len(a) * len(b) for a, b in itertools.combinations(AXES.values(), 2))
-
-
 @pytest.mark.parametrize("number", range(len(covering())))
 def test_the_trainer_is_the_plain_loop_bit_for_bit(number, directory):
     assert trained(config_for(command_line(covering()[number], directory))) == plain(covering()[number])

@@ -177,17 +177,3 @@ def test_an_export_has_the_masters(tmp_path):
     ]
     for name, master in masters.items():
         assert exported[name].dtype == np.float32 and np.array_equal(exported[name], master)
-
-
-# ---- where each operation rounds -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_product_adds_up_in_float32_and_rounds_once(dtype):
-    layer = Linear(300, 5, name="layer", dtype=dtype, std=1.0)
-    x = Tensor(np.random.Generator(np.random.Philox(1)).standard_normal((7, 300)).astype(dtype), requires_grad=True)
-    y = layer(x)
-    exact = x.data.astype("float32") @ layer.weight.data.astype("float32")
-    assert y.dtype == dtype and np.array_equal(y.data, exact.astype(dtype))
-    y.backward(np.ones(y.shape, dtype))
-    assert x.grad.dtype == layer.weight.grad.dtype == dtype

@@ -1,13 +1,12 @@
 """Claims about what ranks do with their time: the shares are those of what the timeline draws."""
 
 import json
-import random
 
 import pytest
 from picture_cases import chrome
 
 from visualize.__main__ import main
-from visualize.shares import Shares, covered, rank_shares, trace_values
+from visualize.shares import Shares, rank_shares, trace_values
 from visualize.timeline import COMPUTATION, Slice, parse_trace
 
 DP, TP = "communication dp", "communication tp"
@@ -30,15 +29,6 @@ def test_what_overlaps_counts_in_both_shares_and_once_in_each():
         "another track": [Slice("x", 0, 8)],
     }
     assert rank_shares(tracks, 0, 8) == Shares(computing=4 / 8, communicating=3 / 8, waiting=1 / 8, neither=2 / 8)
-
-
-def test_the_cover_of_spans_counts_each_moment_once():
-    rng = random.Random("covered")
-    for _ in range(200):
-        spans = [(a, a + rng.randint(0, 9)) for a in rng.choices(range(-5, 40), k=rng.randint(0, 12))]
-        begin = rng.randint(0, 20)
-        end = begin + rng.randint(1, 20)
-        assert covered(spans, begin, end) == sum(any(a <= t < b for a, b in spans) for t in range(begin, end))
 
 
 def test_the_command_writes_the_shares_of_the_steps_shown(write, capsys):

@@ -81,27 +81,18 @@ def test_column_then_row_is_the_serial_pair(size, reduction, sequence):
         assert [name for name in gradients if not close(parallel[name], gradients[name])] == []
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_layers_take_arrays_as_the_serial_ones_do(size):
-    """They convert arrays to the dtype of their weights."""
+def test_ordered_sums_add_the_ranks_from_left_to_right():
+    """To the bit, which a ring's are not. What is summed does not change."""
+    arrays = RANDOM.standard_normal((3, 2, 9, 5))
+    total = arrays[0] + arrays[1] + arrays[2]
 
     def rank(comm):
-        group = TensorGroup(comm)
-        border = Border(group)
-        first, second = linear_of(W1, B1), linear_of(W2, B2)
-        for parameter, dim in ((first.weight, 1), (first.bias, 0), (second.weight, 0)):
-            split_along(parameter, group, dim)
-        for parameter in (first.weight, first.bias, second.weight, second.bias):
-            parameter.data = parameter.data.astype(np.float32)
-        columns = ColumnLinear(first, border)(X)
-        rows = RowLinear(second, border)(np.ascontiguousarray(group.part(X @ W1, 2)))
-        return columns.data, rows.data
+        group, x = TensorGroup(comm, "ordered"), arrays[comm.rank].copy()
+        assert np.array_equal(group.sum(x), total)
+        assert np.array_equal(group.sum_part(x, 1), group.part(total, 1))
+        assert np.array_equal(x, arrays[comm.rank])
 
-    parts = run_local(size, rank)
-    assert close(np.concatenate([columns for columns, _ in parts], axis=-1), X @ W1 + B1, 1e-5)
-    for columns, rows in parts:
-        assert columns.dtype == rows.dtype == np.float32
-        assert close(rows, X @ W1 @ W2 + B2, 1e-5)
+    run_local(3, rank)
 
 
 def test_layers_inside_of_the_border_send_nothing():

@@ -185,33 +185,6 @@ def test_zero_stages_under_tensor_parallelism_give_the_same_bits(reduction, sequ
     assert all(run == runs[0] for run in runs)
 
 
-@pytest.mark.parametrize(("tp", "sequence"), [(2, True), (3, False)])
-def test_float32_trains_too(tp, sequence):
-    flags = "--global-batch 4 --steps 5 --dtype float32"
-    limit = bound(5, "float32")
-    expected, losses, norms = one_device(flags, tp)
-    outcomes = train(flags, tp=tp, sequence=sequence, verified=False)
-    for state, results, *_ in outcomes:
-        assert all(array.dtype == np.float32 for array in state.values())
-        assert [r.loss for r in results] == [r.loss for r in outcomes[0][1]]
-    state, results, *_ = outcomes[0]
-    assert list(state) == list(expected)
-    for name, array in expected.items():
-        assert relative_difference(state[name], array) <= limit, name
-    np.testing.assert_allclose([r.loss for r in results], losses, rtol=limit)
-    np.testing.assert_allclose([r.grad_norm for r in results], norms, rtol=limit)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_is_exported_has_the_serial_models_names_and_shapes(stage):
-    flags = f"--global-batch 4 --steps 1 --zero-stage {stage}"
-    states = [outcome[0] for outcome in train(flags, dp=2, tp=3, sequence=True, verified=False)]
-    expected = model_of(3).state_dict()
-    assert [(n, x.shape, x.dtype) for n, x in states[0].items()] == [(n, x.shape, x.dtype) for n, x in expected.items()]
-    model_of(3).load_state_dict(states[0])
-    assert all(state == {} for state in states[1:])
-
-
 # ---- what cannot be shared out ---------------------------------------------------------------------------------------
 
 

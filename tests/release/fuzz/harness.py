@@ -36,8 +36,8 @@ class Worker:
     `warm` is a case that succeeds. It runs first, without limits, to import and cache what the command needs.
     """
 
-    def __init__(self, command: str, warm: Case | None = None, seconds: float = SECONDS) -> None:
-        self.command, self.warm, self.seconds = command, warm, seconds
+    def __init__(self, command: str, warm: Case | None = None) -> None:
+        self.command, self.warm = command, warm
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Worker:
@@ -54,7 +54,6 @@ class Worker:
                 "PYTHONPATH": os.pathsep.join(
                     str(ROOT / path) for path in ("", "tests", "tests/helpers", "tests/release")
                 ),
-                "MINIPAR_FUZZ_SECONDS": str(self.seconds),
                 "OPENBLAS_NUM_THREADS": "1",
             }
             command = [sys.executable, "-c", "from fuzz.worker import main; main()", self.command]
@@ -76,7 +75,7 @@ class Worker:
         assert process.stdout is not None
         try:
             self._send(case)
-            slack = 120 + 4 * self.seconds  # a machine may be busy, and a new process imports its modules first
+            slack = 120 + 4 * SECONDS  # a machine may be busy, and a new process imports its modules first
             if not select.select([process.stdout], [], [], slack)[0]:
                 self.stop()
                 return Outcome(trace=f"still running after {slack:g} s, and the alarm did not end it")

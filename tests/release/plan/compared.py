@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from plan import megatron_core, mpt_runs, nanotron_runs
-from plan.test_published import LLAMA_3, TABLE_1, llama_3, nemotron_4
+from plan.fit_gpus import fitted_runs
+from plan.test_published import LLAMA_3, TABLE_1, korthikanti, llama_3, nemotron_4
 from planning import a100s, layout
 
 from chapters.support.ch10.predictions import plot_predictions
@@ -25,10 +26,14 @@ INTERNEVO = Path(__file__).parent / "recorded" / "internevo.csv"
 Pairs = list[tuple[float, float]]
 
 
-def mpt(cards: str, least: int, most: int, card: Gpu | None = None) -> Pairs:
-    """Return MPT's runs on these cards with samples of least to most tokens, in 16 bits; `card` replaces theirs."""
+def mpt(cards: str, least: int, most: int, card: Gpu | None = None, fitted: bool = True) -> Pairs:
+    """Return MPT's runs in 16 bits on these cards, or on `card`, with samples of least to most tokens.
+
+    `fitted` says whether those that fix the GPU's constants are among them.
+    """
     chosen = [run for run in mpt_runs.mpt_runs() if run.gpu.startswith(cards) and not run.fp8]
     chosen = [run for run in chosen if least <= run.length <= most]
+    chosen = [run for run in chosen if fitted or run not in fitted_runs(run.gpu)]
     return [(mpt_runs.seconds(run, card), run.seconds) for run in chosen]
 
 
@@ -78,19 +83,6 @@ def table_1() -> Pairs:
     return found
 
 
-def korthikanti() -> Pairs:
-    """Return table 5 of Korthikanti et al. 2022: selective recompute with sequence parallelism, and full without."""
-    rows = (("megatron-22b", 8, 4, 1, 1, 4, 1.10, 1.42), ("gpt3-175b", 64, 64, 8, 3, 1, 13.75, 18.13))
-    found = []
-    for name, gpus, batch, pp, v, b, selective, full in (*rows, ("megatron-1t", 512, 512, 64, 1, 1, 71.49, 94.42)):
-        one = layout(tp=8, pp=pp, microbatch=b, microbatches=batch // b, virtual_stages=v)
-        one = replace(one, schedule="interleaved-1f1b" if v > 1 else "1f1b")
-        for recompute, printed in (("selective", selective), ("full", full)):
-            one = replace(one, recompute=recompute, sequence_parallel=recompute == "selective")
-            found.append((step_time(find_model(name), one, a100s(gpus, "megatron-2021"), 2048).total, printed))
-    return found
-
-
 def nanotron(model: str) -> Pairs:
     """Return nanotron's runs without a pipeline on at most 32 hosts."""
     return [(nanotron_runs.seconds(run), run.seconds) for run in nanotron_runs.without_pipeline(model)]
@@ -110,7 +102,7 @@ def compared() -> dict[str, Pairs]:
         "MPT, 16,384 tokens and more": mpt("", 16384, 1 << 20),
         "Megatron-Core, H100": core(),
         "Llama 3, Nemotron-4": llama_3_and_nemotron_4(),
-        "Megatron 2021, 2022": [*table_1(), *korthikanti()],
+        "Megatron 2021, 2022": [*table_1(), *korthikanti("megatron-2021")],
         "InternEvo, A100": internevo(),
         "nanotron 1B (fitted)": nanotron("1B"),
         "nanotron 8B": nanotron("8B"),

@@ -32,7 +32,6 @@ from minipar.plan.stages import hop_seconds
 from minipar.plan.step_time import step_time, tied_seconds
 
 LLAMA, MIXTRAL, B7 = find_model("llama-3-8b"), find_model("mixtral-8x7b"), find_model("megatron-7.5b")
-H100S = Cluster(GPUS["h100"], 64)
 LONG = 131_072
 
 
