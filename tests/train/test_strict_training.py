@@ -99,16 +99,10 @@ def test_device_arrays_are_resumed_under_another_layout(device, tmp_path):
         np.testing.assert_allclose(state[name], array, rtol=1e-8, atol=1e-11)
 
 
-def test_ids_on_the_device_are_asked_for_with_the_next_number(device):
-    model, rows = GPT(CONFIG), backend.from_host(TOKENS[0])
-    strict_array.waits.clear()
-    logits = model(rows[:, :8])
-    loss = mp.cross_entropy_sum(logits, rows[:, 1:])
-    assert strict_array.waits == [] and loss.item() > 0
-    assert strict_array.waits == ["get", "get"] or device is not strict_array
-    model.loss_sum(rows[:, :8], rows[:, 1:] + 17).backward()
+def test_wrong_ids_on_the_device_are_refused(device):
+    rows = backend.from_host(TOKENS[0])
     with pytest.raises(UsageError, match=r"target \d+ at \[0, 0\]"):
-        SGD(model.parameters()).step()
+        GPT(CONFIG).loss_sum(rows[:, :8], rows[:, 1:] + 17)
 
 
 MIXED = {
