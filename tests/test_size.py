@@ -12,14 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The most tokens of each part, without comments and docstrings. A limit is lowered when code leaves, and only raised
 # when code moves here from another part. The core's was raised by 640, for programs in Python on a GPU.
-PARTS = {"core": 51_320, "more": 16_410, "train": 9_500, "compare": 6_360, "plan": 21_400, "bench": 8_820}
+PARTS = {"core": 51_300, "more": 16_410, "train": 9_500, "compare": 6_360, "plan": 21_400, "bench": 8_820}
 # The most files that the imports of a file reach, the most tokens in them, and how many of these are in parallel/.
 CLOSURES = {
-    "parallel/ddp": (22, 19_950, 4_260),
-    "parallel/zero": (23, 20_460, 4_780),
-    "parallel/fsdp": (23, 21_260, 5_580),
-    "parallel/tensor/layers": (22, 21_270, 2_780),
-    "parallel/pipeline/module": (27, 28_790, 9_750),
+    "parallel/ddp": (22, 19_950, 4_270),
+    "parallel/zero": (23, 20_470, 4_780),
+    "parallel/fsdp": (23, 21_270, 5_580),
+    "parallel/tensor/layers": (22, 21_400, 2_910),
+    "parallel/pipeline/module": (27, 28_910, 9_870),
 }
 TOKENS_PER_LINE = 9.54
 TEST_LINES = 32_180  # of all files below tests/; the goal is 30,000

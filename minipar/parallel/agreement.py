@@ -10,6 +10,8 @@ import numpy as np
 from minipar.backend import Array, to_host
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
+from minipar.nn.parameter import Parameter
+from minipar.parallel.placement import placement_of
 
 
 def check_alike(comm: Communicator, arrays: Iterable[tuple[str, Array]], what: str, remedy: str) -> None:
@@ -29,6 +31,13 @@ def check_alike(comm: Communicator, arrays: Iterable[tuple[str, Array]], what: s
                 raise UsageError(
                     f"{what}: {name} of rank {comm.ranks[rank]} is not that of rank {comm.ranks[0]}; {remedy}"
                 )
+
+
+def check_parameters_alike(
+    comm: Communicator, parameters: Iterable[Parameter], what: str, remedy: str
+) -> None:
+    """Raise UsageError, on every rank, if the ranks of `comm` hold different values in one of these parameters."""
+    check_alike(comm, [(placement_of(p).name, p.data) for p in parameters], what, remedy)
 
 
 def checksum(array: Array) -> int:

@@ -6,7 +6,7 @@ A group is what becomes a bucket: parameters, and the ranks that hold them and s
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from minipar.autograd.tensor import Tensor
 from minipar.backend import Array, xp
@@ -15,9 +15,9 @@ from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
-from minipar.parallel.placement import BucketSlice, placement_of, update
+from minipar.parallel.placement import BucketSlice, update
 
-Group: TypeAlias = tuple[Sequence[Parameter], Communicator]
+Group = tuple[Sequence[Parameter], Communicator]
 
 
 def by_unit(model: Module) -> list[list[Parameter]]:
@@ -35,14 +35,6 @@ def by_unit(model: Module) -> list[list[Parameter]]:
         elif new:
             units.append(new)
     return units or [model.parameters()]
-
-
-def number_units(units: Sequence[Sequence[Parameter]]) -> None:
-    """Record the unit of each parameter, by which the gradient's norm is summed. A pipeline's own numbers stay."""
-    for number, unit in enumerate(units):
-        for p in unit:
-            if placement_of(p).units == 0:
-                update(p, unit=number, units=len(units))
 
 
 class Bucket:

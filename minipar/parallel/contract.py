@@ -11,14 +11,9 @@ from minipar.autograd.tensor import Tensor
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.parameter import Owner, Parameter, owners_of
-from minipar.parallel.agreement import check_alike
+from minipar.parallel.agreement import check_parameters_alike
 from minipar.parallel.buckets import Bucket, Group
 from minipar.parallel.placement import placement_of
-
-DIFFER = "every rank must do the same in every step, such as clip gradients and set the learning rate"
-DIFFERENT = (
-    "draw values by name (mp.Linear(..., name=...)) or from one seed, and load the same on all ranks"
-)
 
 
 class Contract(Owner):
@@ -65,7 +60,12 @@ class Contract(Owner):
         self.losses += 1
         if self.holds_values and self.losses > 1 and self.losses.bit_count() == 1:
             for bucket in self.buckets:
-                compare(bucket.parameters, bucket.comm, "the ranks' parameters differ now", DIFFER)
+                check_parameters_alike(
+                    bucket.comm,
+                    bucket.parameters,
+                    "the ranks' parameters differ now",
+                    "every rank must do the same in every step, such as clip gradients and set the learning rate",
+                )
 
     def begin_pass(self) -> None:
         """Note that backward of a scaled loss begins. RuntimeError if it would add to gradients that are used up."""
@@ -173,9 +173,9 @@ def check_groups(groups: Sequence[Group], is_complete: bool) -> None:
             raise UsageError(
                 f"a wrapper trains all parameters in one dtype (frozen: {frozen}, dtypes: {dtypes})"
             )
-        compare(parameters, comm, f"the ranks of {comm.axis} hold different models", DIFFERENT)
-
-
-def compare(parameters: Sequence[Parameter], comm: Communicator, what: str, remedy: str) -> None:
-    """Raise UsageError, on every rank, if a parameter has other values on another rank of `comm`."""
-    check_alike(comm, [(placement_of(p).name, p.data) for p in parameters], what, remedy)
+        check_parameters_alike(
+            comm,
+            parameters,
+            f"the ranks of {comm.axis} hold different models",
+            "draw values by name (mp.Linear(..., name=...)) or from one seed, and load the same on all ranks",
+        )

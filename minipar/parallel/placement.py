@@ -175,6 +175,14 @@ def placement_of(parameter: Parameter) -> Placement:
     return parameter.placement
 
 
+def number_units(units: Sequence[Sequence[Parameter]]) -> None:
+    """Record the unit of each parameter, by which the gradient's norm is summed. A pipeline's own numbers stay."""
+    for number, unit in enumerate(units):
+        for p in unit:
+            if placement_of(p).units == 0:
+                update(p, unit=number, units=len(units))
+
+
 class ParameterShard(Parameter):
     """This rank's elements of a parameter: a 1-D Parameter, which decays as the whole one does."""
 

@@ -12,10 +12,10 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.nn.module import Module, Segment, array_of
 from minipar.nn.parameter import Parameter
-from minipar.parallel.buckets import BackwardHooks, Bucket, Group, by_unit, number_units
+from minipar.parallel.buckets import BackwardHooks, Bucket, Group, by_unit
 from minipar.parallel.contract import Contract, check_groups
 from minipar.parallel.loss import global_mean_loss
-from minipar.parallel.placement import attach_placements
+from minipar.parallel.placement import attach_placements, number_units
 
 
 class DataParallel:
@@ -95,9 +95,12 @@ class DataParallel:
         """Return the mean loss over the targets of all ranks. All ranks call it; see loss.py."""
         self.contract.before_loss()
         y = array_of(y)
-        count = self.model.target_count(y)
         return global_mean_loss(
-            self.loss_sum(x, y), count, self.comm, self.contract.begin_pass, self.after_backward
+            self.loss_sum(x, y),
+            self.model.target_count(y),
+            self.comm,
+            self.contract.begin_pass,
+            self.after_backward,
         )
 
     def loss_sum(self, x: Array, y: Array) -> Tensor:

@@ -7,10 +7,9 @@ from minipar.autograd.tensor import Tensor, grad_enabled
 from minipar.comm.communicator import Communicator
 from minipar.nn.optim import Optimizer, check_gradients
 from minipar.nn.parameter import Parameter, owners_of
-from minipar.parallel.buckets import number_units
 from minipar.parallel.chunks import ShardedBucket
 from minipar.parallel.contract import Contract, check_groups
-from minipar.parallel.placement import Placement
+from minipar.parallel.placement import Placement, number_units
 
 
 def ZeroOptimizer(

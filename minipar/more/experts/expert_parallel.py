@@ -30,8 +30,8 @@ from minipar.errors import UsageError, check_divides
 from minipar.more.experts.mixtral import MoE, moe_layers
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter
-from minipar.parallel.buckets import Group, by_unit, number_units
-from minipar.parallel.placement import attach_placements, update
+from minipar.parallel.buckets import Group, by_unit
+from minipar.parallel.placement import attach_placements, number_units, update
 from minipar.parallel.split_guards import check_split, note_split
 
 

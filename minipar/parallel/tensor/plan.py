@@ -18,7 +18,7 @@ from minipar.nn.gpt import LanguageModel, SelfAttention
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel import placement
-from minipar.parallel.agreement import check_alike
+from minipar.parallel.agreement import check_parameters_alike
 from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of
 from minipar.parallel.split_guards import check_split, note_split
 from minipar.parallel.tensor import layers, vocabulary
@@ -166,9 +166,10 @@ def tensor_parallel(
     reason = "each tensor-parallel rank has whole heads"
     check_divides("heads/tp", model.config.n_kv_head, comm.size, reason)
     placement.attach_placements(model)
-    values = [(name, p.data) for name, p in model.named_parameters()]
     what = "tensor_parallel: the ranks' models start from different values"
-    check_alike(comm, values, what, "give all ranks the same seed, and load the same state")
+    check_parameters_alike(
+        comm, model.parameters(), what, "give all ranks the same seed, and load the same state"
+    )
     note_split(model, "tensor_parallel", comm)
     if plan is None:
         plan = plan_of(model)
