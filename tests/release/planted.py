@@ -149,7 +149,7 @@ ROWS = [
     ("microbatches' whole gradients need no memory", "minipar/parallel/predicted_memory.py",
      "own + psi if accumulating else own", "own", "parallel/test_memory.py"),
     ("ranks may start from different models", "minipar/parallel/contract.py",
-     "compare(parameters, comm,", "compare([], comm,", "parallel/test_contract.py"),
+     "comm,\n            parameters,", "comm,\n            [],", "parallel/test_contract.py"),
     # ---- train
     ("the loss is a mean over samples", "minipar/train/trainer.py",
      "return float(loss[0]) / self.tokens_per_step", "return float(loss[0]) / self.args.global_batch",
