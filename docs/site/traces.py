@@ -15,7 +15,7 @@ from minipar.comm import Communicator, ModelClock, Network, run_local, save_chro
 
 FLOPS = 2e10
 NETWORK = (20e-6, 1e-9)
-MODEL = "--hidden 128 --heads 4 --seq-len 64 --global-batch 32 --lr 5e-3 --clip-grad 1 --dtype float64"
+MODEL = "--hidden 128 --heads 4 --seq-len 64 --global-batch 32 --lr 2e-3 --clip-grad 1 --dtype float64"
 CUBE = f"{MODEL} --layers 2 --dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel --microbatches 4"
 PIPELINE = f"{MODEL} --layers 4 --pp 4 --microbatches 8"
 
