@@ -45,6 +45,7 @@ CONTENTS = """
 /README
 /docs/*
 /CONTRIBUTING
+/tests/README
 /SECURITY
 ```
 """
@@ -57,6 +58,7 @@ include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "tests/README.md",
     "chapters/ten_minutes.md",
     "chapters/[0-9]*.ipynb",
     "chapters/more/*.ipynb",
