@@ -294,7 +294,7 @@ if comm.rank == 0:
 # %% [markdown]
 # ## 1.3 Backward without recursion
 #
-# *Deeper, 1 minute.*
+# *Core, 1 minute.*
 
 # %% [markdown]
 # A recursion from each tensor to its inputs is tempting, and has three traps. If it follows a tensor at each

@@ -137,7 +137,7 @@ if rank == 0:
 # %% [markdown]
 # ### Why must p divide m?
 #
-# *Deeper, 3 minutes.*
+# *Core, 3 minutes.*
 
 # %% [markdown]
 # Let $p = 4$ and $m = 6$, so that the last group has two microbatches. The lists are still possible, and the gradients
@@ -813,7 +813,7 @@ for group, name in ((1, "PipeDream"), (max(2, stages), "2BW")):
 # %% [markdown]
 # ## 8.9 Mistakes, and what notices them
 #
-# *Deeper, 5 minutes.*
+# *Core, 5 minutes.*
 
 # %% [markdown]
 # The instruments are those of 7.8: **check** sees lists, before anything runs, and **verify** compares with one device.

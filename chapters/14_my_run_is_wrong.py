@@ -156,7 +156,7 @@ if rank == 0:
 # %% [markdown]
 # ### From the symptom to the cause
 #
-# *Deeper, 5 minutes.*
+# *Core, 5 minutes.*
 
 # %% [markdown]
 # Look here when a run of yours is wrong. The numbers are those of the chapters that show the cause. E14 is exhibit 14
@@ -537,7 +537,7 @@ if rank == 0:
 # %% [markdown]
 # ## 14.7 Check your own framework in ten minutes
 #
-# *Deeper, 10 minutes.*
+# *Core, 10 minutes.*
 
 # %% [markdown]
 # Nothing above needs minipar's trainer. `minipar/compare/record.py` is 80 lines of NumPy, and your loop can write a
