@@ -69,7 +69,7 @@ def use_device(device: str) -> None:
     """Compute with NumPy ("cpu") or, on a GPU, with CuPy ("cuda"): rank r takes GPU r modulo their number.
 
     Each rank calls it once, before it makes an array, such as a model. UsageError for another name, and
-    if CuPy or a GPU is missing. NB: CUDA's number of a GPU; torch.cuda.set_device takes it.
+    if CuPy or a GPU is missing. NB: torch.cuda.set_device counts the GPUs alike.
     """
     if device == "cpu":
         use(np)
@@ -116,6 +116,6 @@ def on_device(value: Any) -> Any:
     return from_host(value) if is_host(value) else value
 
 
-def read_numbers(values: Sequence[Array]) -> list[float]:
+def read_values(values: Sequence[Array]) -> list[float]:
     """Return the values of arrays without dims, in one copy."""
     return to_host(xp.stack(values)).tolist() if values else []

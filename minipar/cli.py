@@ -20,6 +20,7 @@ class UsageParser(argparse.ArgumentParser):
         self.prints = prints
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and raise UsageError for what no flag takes. Parsers of subcommands are called by this name, too."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag, _, _ = unknown[0].partition("=")

@@ -8,9 +8,8 @@ from functools import cache
 from threadpoolctl import ThreadpoolController
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-_thread_pools = cache(
-    ThreadpoolController
-)  # finding the libraries takes milliseconds, setting a limit microseconds
+# To find the libraries takes milliseconds, to set a limit microseconds.
+_thread_pools = cache(ThreadpoolController)
 
 
 def one_blas_thread() -> AbstractContextManager[object]:

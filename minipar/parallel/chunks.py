@@ -26,7 +26,7 @@ class Chunk:
         start = 0
         for p in bucket.parameters:
             recorded = placement_of(p).dp
-            assert recorded is not None  # the bucket did it
+            assert recorded is not None  # the bucket has recorded it
             elements = recorded.own  # the elements of p that lie in this chunk
             # One empty shard stays: an optimizer without parameters would take no part in collective steps.
             if elements or (data.size == 0 and not self.shards):

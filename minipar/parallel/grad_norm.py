@@ -7,11 +7,10 @@ unit; then chunks in rank order.
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 import numpy as np
 
-from minipar.backend import Array, is_host, read_numbers
+from minipar.backend import Array, is_host, read_values, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.parameter import Parameter, owners_of
@@ -92,28 +91,21 @@ def squared_norm(arrays: Iterable[Array]) -> float:
     Ranks that hold a chunk each, and one device that goes through the same chunks, get the same
     bits. On a device a block is a whole array, because a launch costs more than the cache saves.
     """
-    return add_numbers(read_numbers([square for array in arrays for square in squares_of(array)]))
+    return read_values([square_sum(arrays)])[0]
 
 
-def add_numbers(numbers: Iterable[float]) -> float:
-    """Add from left to right. (Python's `sum` of floats corrects its rounding from 3.12 on.)"""
-    total = 0.0
-    for number in numbers:
-        total += number
+def square_sum(arrays: Iterable[Array]) -> Array:
+    """Return the sum of the squares of all elements, in float64, as an array without dims where the arrays are."""
+    total = xp.zeros(())
+    for array in arrays:
+        flat = array.reshape(-1)
+        starts = range(0, flat.size, BLOCK)
+        blocks = [flat[start : start + BLOCK] for start in starts] if is_host(flat) else [flat]
+        for block in blocks:
+            if block.dtype.itemsize == 2:
+                block = block.astype("float32")
+            total = total + (block * block).sum(dtype="float64")
     return total
-
-
-def squares_of(array: Array) -> list[Array]:
-    """Return the sum of the squares of each block of an array, in float64, where the array is."""
-    flat = array.reshape(-1)
-    starts = range(0, flat.size, BLOCK)
-    blocks = [flat[start : start + BLOCK] for start in starts] if is_host(flat) else [flat]
-    squares = []
-    for block in blocks:
-        if block.dtype.itemsize == 2:
-            block = block.astype("float32")
-        squares.append((block * block).sum(dtype="float64"))
-    return squares
 
 
 def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) -> np.ndarray:
@@ -122,8 +114,8 @@ def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) ->
     With `own_only` the one chunk is this rank's.
     """
     squares = np.zeros((chunks, placement_of(parameters[0]).units, 2))
-    blocks: list[Array] = []
-    places = []  # where in `squares` the next so many blocks belong
+    places = []
+    sums = []  # where the gradients are: all of them are read in one copy
     for p in parameters:
         if p.grad is None:
             continue
@@ -131,12 +123,10 @@ def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) ->
         kind = SPLIT if isinstance(placement.tp, Shard) else WHOLE
         gradient = p.grad.reshape(-1)
         for chunk, elements in enumerate(elements_by_chunk(p, chunks, own_only)):
-            own = squares_of(gradient[elements.start : elements.stop])
-            places.append((chunk, placement.unit, kind, len(own)))
-            blocks += own
-    numbers = iter(read_numbers(blocks))  # all in one copy
-    for *place, count in places:
-        squares[tuple(place)] += add_numbers(islice(numbers, count))
+            places.append((chunk, placement.unit, kind))
+            sums.append(square_sum([gradient[elements.start : elements.stop]]))
+    for place, value in zip(places, read_values(sums), strict=True):
+        squares[place] += value
     return squares
 
 

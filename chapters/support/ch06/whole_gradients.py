@@ -55,8 +55,9 @@ def compare_with_one_device(
     """Return the largest relative difference of the loss and of any gradient to one device, and {op: bytes sent}."""
     one_loss, one, _ = whole_gradients(comm, shape, batch, parallel=False)
     loss, gradients, traffic = whole_gradients(comm, shape, batch, sequence=sequence)
-    worst = max(relative_difference(gradients[name], one[name]) for name in one)
-    return max(worst, abs(loss / one_loss - 1)), traffic
+    differences = [relative_difference(gradients[name], one[name]) for name in one]
+    differences.append(abs(loss / one_loss - 1))
+    return float(np.max(differences)), traffic  # Python's max would lose a NaN
 
 
 def walk_through_attention(

@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from minipar.autograd.backward import DeferredGradients, defer_weight_gradients
 from minipar.autograd.tensor import Tensor, grad_enabled
-from minipar.backend import Array, read_numbers, xp
+from minipar.backend import Array, read_values, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.nn.module import Segment
@@ -129,10 +129,10 @@ class PipelineExecutor:
         for message in self._sent:
             message.wait()
         self._sent = []
-        numbers = [0.0] * self.schedule.microbatches
-        for m, number in zip(losses, read_numbers(list(losses.values())), strict=True):
-            numbers[m] = number
-        return numbers
+        values = [0.0] * self.schedule.microbatches
+        for m, value in zip(losses, read_values(list(losses.values())), strict=True):
+            values[m] = value
+        return values
 
     def _compute(self, action: Action, tokens: Tokens, loss: Loss, scale: float, around: Around) -> None:
         """Run one computation; the other arguments are those of `run`."""
