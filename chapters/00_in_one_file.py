@@ -42,6 +42,7 @@
 import math
 import os
 import sys
+import time
 import traceback
 from copy import copy
 
@@ -69,6 +70,7 @@ def stop(text):
 def end_all_ranks(kind, error, trace):
     """End the job because this rank has failed: the others would wait for its messages for ever."""
     traceback.print_exception(kind, error, trace)
+    time.sleep(0.5)  # mpirun drops what it has not printed before the end
     world.Abort(1)
 
 
@@ -79,10 +81,12 @@ if p > 8:
 # %% [markdown]
 # ## 0.1 Four ways to share the work
 #
-# *Core, 1 minute.*
+# *Core, 2 minutes.*
 #
 # A training step has samples, parameters, and two means that AdamW keeps for each parameter. Every strategy cuts one of
-# them.
+# them. *Data parallelism* cuts the samples, and each rank has the whole model. *ZeRO* cuts what the optimizer keeps.
+# *Tensor parallelism* cuts each matrix, and a *pipeline* cuts the list of layers. What is cut exists once. What is not
+# cut exists on every rank. What a rank lacks, it must be sent in time, and that is the price of each way.
 #
 # ![What each of four ranks holds under four strategies](../visualize/gallery/four_strategies.png)
 #
@@ -271,6 +275,8 @@ assert abs((above - below) / 2e-6 - slope) < 1e-7 * abs(slope), "the gradient is
 #
 # One device trains with AdamW. It is the judge: every way below has to train the same model. AdamW works on each
 # element alone and keeps two means for it. So it can be given any part of the parameters, and that is all ZeRO needs.
+# The two means are twice as large as the parameters here. In common training, where parameters and gradients have two
+# bytes, AdamW keeps twelve bytes for each parameter, of sixteen in all: the optimizer is the first thing to divide.
 
 # %%
 say("0.3 One device")
@@ -310,7 +316,7 @@ for _ in range(STEPS):
 # %% [markdown]
 # ## 0.4 A ring all-reduce
 #
-# *Core, 8 minutes.*
+# *Core, 9 minutes.*
 #
 # A rank can send an array and receive one. Both return at once, with a request to wait for. All that follows is written
 # from these two.
@@ -344,6 +350,11 @@ def exchange(leaving, arriving, comm):
 # *reduce-scatter*: rank $r$ has chunk $r$ of the sum. In $p-1$ more steps the finished chunks travel around the ring,
 # an *all-gather*. Each rank sends $2\frac{p-1}{p}$ of the array. No algorithm in which only
 # ranks add sends less in total (chapter 3).
+#
+# Take four ranks, and follow chunk 0. Rank 1 sends its own chunk 0 to rank 2. Rank 2 adds its own and sends the sum of
+# two to rank 3, which sends the sum of three to rank 0. Rank 0 adds its own, and has the sum of four. The other chunks
+# travel at the same time, each one rank further on. So in every round each rank sends one chunk and receives one, and
+# no rank waits for another. Three rounds add, and three more hand the sums round.
 #
 # ![Four ranks in a ring send one chunk per round](../visualize/gallery/ring_all_reduce.gif)
 #
@@ -393,7 +404,9 @@ assert world.allreduce(sum(sent)) == 2 * (p - 1) * mine.nbytes, "all_reduce send
 # %% [markdown]
 # Each way below ends in a row of one table: first and last loss, the largest difference from one device in any loss or
 # parameter, and the bytes sent, which must equal a formula (`==`). The function that prints a row, or ends the program,
-# is folded.
+# is folded. A difference of about 1e-15 is rounding: the same terms were added in another order. A mistake of meaning,
+# such as a mean over the wrong count, is visible in the first few digits. In float64 more than ten digits lie between
+# the two, so one bound, 1e-12, decides.
 
 
 # %% tags=["one-file", "hide-input"]
@@ -428,8 +441,9 @@ prove("one device", judge_losses, judge, judge.parameters, 0, "0", held)
 #
 # Each rank has the whole model and $1/p$ of the samples. The loss is a sum over samples, divided by the number of *all*
 # samples. So the gradients of its parts add up. After one all-reduce all ranks have the same gradient and take the same
-# step. (The mean of the ranks' means is another thing where the ranks have unequal counts. It trains, its loss falls,
-# and it is wrong: [4.6](04_data_parallel.ipynb).)
+# step. (The mean of the ranks' means is another thing where the ranks have unequal counts. If one rank has three
+# samples of loss 1, and another has one of loss 5, then the mean of all is 2, and the mean of the means is 3. A program
+# that mixes them up trains, its loss falls, and it is wrong: [4.6](04_data_parallel.ipynb).)
 
 # %%
 say("\n0.5 Data parallelism")
@@ -458,7 +472,7 @@ prove("data parallelism", losses, model, judge.parameters, 2 * (p - 1) * Psi, "2
 # %% [markdown]
 # ## 0.6 ZeRO 1
 #
-# *Core, 2 minutes.*
+# *Core, 3 minutes.*
 #
 # **The update fits between the two halves.** After the reduce-scatter rank $r$ has chunk $r$ of the sum. AdamW works on
 # each element alone, so rank $r$ can update chunk $r$ of the parameters, with chunk $r$ of the two means. Then the
@@ -466,6 +480,10 @@ prove("data parallelism", losses, model, judge.parameters, 2 * (p - 1) * Psi, "2
 # changed places, and the all-gather has another argument. That answers the question of the first page: ZeRO 1 sends as
 # many bytes as data parallelism, and it gives the same bits. But each rank keeps the two means of $1/p$ of the $\Psi$
 # parameters only.
+#
+# This is stage 1. Stage 2 keeps only chunk $r$ of the gradients, too, and sends the same. Stage 3 keeps only chunk $r$
+# of the parameters: a layer's parameters are gathered before its forward, and again before its backward. So it sends
+# one and a half times as much ([chapter 5](05_zero.ipynb)).
 
 # %%
 say("\n0.6 ZeRO 1")
@@ -488,13 +506,18 @@ assert np.array_equal(zero.parameters, data_parallel), "ZeRO 1 does not have the
 # %% [markdown]
 # ## 0.7 Tensor parallelism
 #
-# *Core, 5 minutes.*
+# *Core, 6 minutes.*
 #
 # All ranks have all samples, and each has a part of every block's matrices. Cut $W_1$ by columns: each rank computes
 # some columns of the activation, and tanh works on each element alone. Cut $W_2$ by the matching rows: each rank gets a
 # term of the result, and one sum adds the terms (*g* in NVIDIA's Megatron-LM). In backward it is the gradient of $x$
 # whose terms are added (*f*). Where one of the two sums in forward, the other sums in backward: they are *conjugate*.
 # Attention is cut in the same way, by heads.
+#
+# Why columns first? If $W_1$ were cut by rows, each rank would have a term of $x W_1$. The tanh of a sum is not the sum
+# of the tanhs, so the terms would have to be added before it, and once more after $W_2$. Columns first needs one sum
+# for two products. Still, a block sends two sums of $N h$ elements in each step, and the next product waits for each
+# of them. So tensor parallelism belongs on the fastest wire, between the devices of one host.
 
 # %%
 say("\n0.7 Tensor parallelism")
@@ -547,7 +570,9 @@ prove("tensor parallelism", losses, model, expected, 2 * (p - 1) * summed, "2(p-
 #
 # Each rank has some of the layers: a *stage*. The samples are cut into $m$ *microbatches* that follow one another. A
 # forward sends its result to the next rank, a backward sends a gradient to the rank before. While the pipeline fills
-# and drains, ranks wait: $\frac{p-1}{m+p-1}$ of the step is the *bubble*, so $m$ should be large. GPipe runs all
+# and drains, ranks wait: $\frac{p-1}{m+p-1}$ of the step is the *bubble*, so $m$ should be large. On 8 ranks it is 30 %
+# with 16 microbatches, and 10 % with 64. A message is a microbatch of $h$ elements per sample, and it goes to one
+# neighbour: no other way here sends so little. So a pipeline can cross the slowest wire, between hosts. GPipe runs all
 # forwards, then all backwards, and rank 0 keeps the activations of $m$ microbatches. 1F1B runs one forward for each
 # rank that comes after this one, then one forward and one backward in turn, then the backwards that are left.
 # **Predict**: how many does rank 0 keep then?
@@ -642,7 +667,7 @@ for name, ahead, most in ("GPipe", m, m), ("1F1B", p - 1 - r, p - r):
 # %% [markdown]
 # ## 0.9 All at once
 #
-# *Core, 4 minutes.*
+# *Core, 5 minutes.*
 #
 # A rank has a place on each of three axes. Along an axis it works with the ranks that have its places on the other two.
 # Nothing changes in the functions above: a stage of split blocks runs the pipeline on its part of the samples, and ZeRO
@@ -691,6 +716,20 @@ for _ in range(N):
     scores, _ = forward(zero.layers, seen[None, -C:])  # (1, C) -> (1, V)
     seen = np.append(seen, scores.argmax())
 say(f"\nAll are equal to one device. ZeRO 1 has learned by heart:\n\n{''.join(vocabulary[seen[C:]])}")
+
+# %% [markdown]
+# Every row of the table is below 1e-12, and no formula missed a byte. This is what to remember of each way:
+#
+# | | divides | a rank sends in a step | use it when |
+# | --- | --- | --- | --- |
+# | data parallelism | the samples | the gradients, summed: almost twice their bytes | the model fits on one device |
+# | ZeRO | what AdamW keeps; then gradients, parameters | as much; stage 3 half as much again | memory is short |
+# | tensor parallelism | each matrix | two sums of activations per block | layers are large, and the wire is fast |
+# | pipeline | the list of layers | one activation and its gradient per sample | the wire is slow, and $m$ is large |
+#
+# They are combined because none of them is enough: the number of samples, of columns and of layers ends each of them,
+# and each uses another wire. The chapters from 3 on build each way on plain arrays and then show how the library does
+# it for a whole GPT.
 
 # %% [markdown]
 # ## 0.10 A tensor that knows what it was computed from

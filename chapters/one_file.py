@@ -11,6 +11,7 @@ sections 3 to 7 are chapters 3 to 7 of the course in small.
 import math
 import os
 import sys
+import time
 import traceback
 from copy import copy
 
@@ -38,6 +39,7 @@ def stop(text):
 def end_all_ranks(kind, error, trace):
     """End the job because this rank has failed: the others would wait for its messages for ever."""
     traceback.print_exception(kind, error, trace)
+    time.sleep(0.5)  # mpirun drops what it has not printed before the end
     world.Abort(1)
 
 
