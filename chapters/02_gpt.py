@@ -33,6 +33,7 @@ from chapters.support.show import printer
 from minipar import nn
 from minipar.autograd import Tensor, causal_attention
 from minipar.comm import world
+from minipar.nn import optim
 from minipar.train.data import Batches, load_tokens
 
 comm = world()
@@ -378,10 +379,11 @@ for _ in range(3):
 assert_close(small.theta, parameter.data)
 say("AdamW on plain arrays = nn.AdamW, three steps")
 if comm.rank == 0:
-    show_source(nn.AdamW.update)
+    show_source(optim.adamw)
 
 # %% [markdown]
-# The library's `update` has the same algebra in place, for all parameters in turn, and adds tied gradients first.
+# The library's function has the same algebra in place. `step` calls it for all parameters in turn, and adds tied
+# gradients first.
 #
 # The data is the source text of the running interpreter's standard library. Two levels to compare the loss with, in
 # nats (natural logarithms) per byte: $\ln 256 = 5.545$ for a model that finds every byte equally likely, and the

@@ -150,6 +150,8 @@ class AdamW(Optimizer):
         self.exp_avg_sq = [xp.zeros_like(value) for value in self.values()]
         self.kept = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         hold("optimizer", *self.exp_avg, *self.exp_avg_sq)
+        # On a GPU all operations on an element are one kernel.
+        self.rule = adamw if xp.module is np else xp.fuse(adamw)
 
     def value(self, i: int) -> Array:
         """Return what is updated of parameter i: its data."""
@@ -163,16 +165,31 @@ class AdamW(Optimizer):
         value = self.value(i)
         gradient = gradient.astype(value.dtype, copy=False)
         beta1, beta2 = self.betas
-        m = self.exp_avg[i]
-        v = self.exp_avg_sq[i]
         step_size = self.lr / (1 - beta1**self.steps)
         root_correction = math.sqrt(1 - beta2**self.steps)
-        m += (1 - beta1) * (gradient - m)
-        v *= beta2
-        v += (1 - beta2) * (gradient * gradient)
-        if parameter.decays:
-            value *= 1 - self.lr * self.weight_decay
-        value -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))
+        decay = 1 - self.lr * self.weight_decay if parameter.decays else 1.0
+        arrays = value, self.exp_avg[i], self.exp_avg_sq[i], gradient
+        self.rule(*arrays, beta1, beta2, step_size, root_correction, self.eps, decay)
+
+
+def adamw(
+    value: Array,
+    m: Array,
+    v: Array,
+    gradient: Array,
+    beta1: float,
+    beta2: float,
+    step_size: float,
+    root_correction: float,
+    eps: float,
+    decay: float,
+) -> None:
+    """Change a parameter's value and its two moments, in place: each element by itself."""
+    m += (1 - beta1) * (gradient - m)
+    v *= beta2
+    v += (1 - beta2) * (gradient * gradient)
+    value *= decay
+    value -= step_size * (m / (xp.sqrt(v) / root_correction + eps))
 
 
 def learning_rate(step: int, lr: float, schedule: str, warmup_steps: int, total_steps: int) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 
 from minipar import memory
 from minipar.autograd import Tensor, flop_counter, no_grad
-from minipar.backend import Array, from_host, xp
+from minipar.backend import Array, xp
 from minipar.comm.clock import ModelClock
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError
@@ -178,8 +178,11 @@ class Trainer:
         return self.run_executor(self.executor, batches, around)
 
     def own_tokens(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Array, Array]:
-        """Return the tokens of this rank of cp, and their targets, on the device: (B, T) -> (B, T/c) each."""
-        return from_host(self.context.part(inputs)), from_host(self.context.part(targets))
+        """Return the tokens of this rank of cp, and their targets, (B, T) -> (B, T/c) each.
+
+        They stay on the host, where the model checks them without a wait for the device.
+        """
+        return self.context.part(inputs), self.context.part(targets)
 
     def run_executor(
         self, executor: PipelineExecutor, batches: list[tuple[Array, Array]], around: Around

@@ -60,10 +60,8 @@ ROWS = [
      "return sums[:, WHOLE] + split", "return (1 if tp is None else tp.size) * sums[:, WHOLE] + split",
      "parallel/test_grad_norm.py"),
     ("AdamW decays after the update", "minipar/nn/optim.py",
-     "        if parameter.decays:\n            value *= 1 - self.lr * self.weight_decay\n"
-     "        value -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))",
-     "        value -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))\n"
-     "        if parameter.decays:\n            value *= 1 - self.lr * self.weight_decay", "nn/test_optim.py"),
+     "    value *= decay\n    value -= step_size * (m / (xp.sqrt(v) / root_correction + eps))",
+     "    value -= step_size * (m / (xp.sqrt(v) / root_correction + eps))\n    value *= decay", "nn/test_optim.py"),
     ("1F1B warms up one forward too many", "minipar/parallel/pipeline/schedules.py",
      "ahead=min(p - 1 - r, m)) for", "ahead=min(p - r, m)) for", "parallel/pipeline/test_schedules.py"),
     ("replicas get overlapping samples", "minipar/train/trainer.py",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import strict_array
 from combinations import TEXT, config_of, equals_one_device
-from training import run_until, using
+from training import run_until, trainer_for, using
 
 import minipar as mp
 from minipar import backend
@@ -75,6 +75,13 @@ LAYOUTS = [
 @pytest.mark.parametrize("flags", LAYOUTS)
 def test_every_layout_trains_on_a_device_as_on_the_host(device, flags):
     assert equals_one_device(flags, exact=False) == []
+
+
+def test_a_step_of_the_trainer_waits_for_its_losses_and_its_norm(device):
+    trainer = trainer_for(config_of("--microbatches 2 --clip-grad 1"), TEXT, serial())
+    strict_array.waits.clear()
+    trainer.step(0)
+    assert strict_array.waits == ["get", "get"] or device is not strict_array  # all microbatches' losses in one copy
 
 
 @pytest.mark.parametrize("flags", ["--dtype bfloat16", "--dtype float16 --zero-stage 3"])
