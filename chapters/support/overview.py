@@ -85,19 +85,20 @@ def draw_strategies(here: Sequence[str] = ()) -> Picture:
 
 def draw_row(axes: Axes, number: int, row: Row, is_here: bool, is_pale: bool) -> None:
     """Draw one strategy: its name, a strip of devices for each kind, and its messages."""
-    alpha = 0.28 if is_pale else 1.0
+    alpha = 0.35 if is_pale else 1.0
+    words = 0.65 if is_pale else 1.0  # words stay legible, also on a phone
     weight = "bold" if is_here else "normal"
     middle = number + 0.5
     if is_here:
         frame = Rectangle((-2.0, number + 0.06), len(KINDS) + 6.0, 0.88, fill=False, edgecolor=VERMILION, linewidth=1.4)
         axes.add_patch(frame)
-    axes.text(-1.9, middle, row.name, va="center", fontsize=8.5, color=INK, alpha=alpha, fontweight=weight)
+    axes.text(-1.9, middle, row.name, va="center", fontsize=8.5, color=INK, alpha=words, fontweight=weight)
     devices = 1 if row.key == "one" else DEVICES
     for column, (has, colour) in enumerate(zip(row.has, KIND_COLOURS, strict=True)):
         for device in range(devices):
             draw_device(axes, column, number, device, has, colour, alpha)
-    axes.text(len(KINDS) + 0.1, middle, row.sends, va="center", fontsize=8, color=INK, alpha=alpha)
-    axes.text(len(KINDS) + 1.75, middle, row.when, va="center", fontsize=8, color=INK, alpha=alpha)
+    axes.text(len(KINDS) + 0.1, middle, row.sends, va="center", fontsize=8, color=INK, alpha=words)
+    axes.text(len(KINDS) + 1.75, middle, row.when, va="center", fontsize=8, color=INK, alpha=words)
 
 
 def draw_device(axes: Axes, column: int, number: int, device: int, has: str, colour: str, alpha: float) -> None:
