@@ -441,7 +441,8 @@ if comm.rank == 0:
 # Before training the text is noise from all 256 bytes. After 50 steps there are lowercase letters, spaces, line breaks
 # and indented lines: what source text looks like from far away. Words need a longer training or a shorter text:
 # `make demo` trains 200 steps on 857 bytes, and its model then writes whole sentences of them. The loss says the same:
-# below the unigram entropy, the model has begun to use the bytes before.
+# below the unigram entropy, the model has begun to use the bytes before. (The mean of the last ten steps is below it;
+# a single step may still be above, such as the last one of the picture.)
 
 # %% [markdown]
 # ## 2.7 The same bits on every rank

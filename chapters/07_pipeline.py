@@ -331,8 +331,8 @@ for p in (1, 2, 4, 8):
 # %% [markdown]
 # The library's lists are the same. One function writes those of the naive schedule, of GPipe and of 1F1B, which differ
 # in `ahead` alone: 0, $m$, or one forward for each rank that follows. The picture compares 1F1B with GPipe: both end at
-# the same time, but fewer activations are alive (lowest part). Below it the same boxes slide from the places of the one
-# into those of the other.
+# the same time, but fewer activations are alive (lowest part). The animation below it has seven microbatches, with the
+# same times: each box slides from its place in GPipe to its place in 1F1B.
 
 # %%
 from minipar.parallel.pipeline import schedules
@@ -525,7 +525,8 @@ if rank == 0:
 # %% [markdown]
 # Arrows are messages; the two red ones cross. Rank 0 is in the middle of sending `F1` and will receive `B0` afterwards.
 # Rank 1 is in the middle of sending `B0` and will receive `F1` afterwards. If a send returns only when its message has
-# been received, both wait for ever. Nothing is wrong with the computations.
+# been received, both wait for ever: the faded boxes are never reached, and the grey message is never sent. Nothing is
+# wrong with the computations.
 #
 # Whether it hangs depends on how messages are sent. MPI's blocking `Send` may copy a *small* message aside and return
 # (*eager*), but must wait for the receiver with a large one (*rendezvous*; [chapter 3](03_collectives.ipynb)). So such

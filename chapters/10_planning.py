@@ -439,7 +439,7 @@ assert round(tp, 3) == 2.222 and pp < 0.005
 # *Core, 4 minutes.*
 #
 # GPT-3 on 128 A100s, 8 stages, a batch of 512, tp and dp sharing the remaining factor of 16; then tp 8 x pp 8 with more
-# and more replicas for the same batch:
+# replicas for the same batch:
 
 
 # %%
@@ -468,12 +468,13 @@ if rank == 0:
     show(figures.plot_wires(panels), "10_bandwidth")
 
 # %% [markdown]
-# On the left the sums over tp come to 12 % of the computation with tp 8, and jump to 38 % where tp leaves the host.
+# On the left tp's sums take 12 % of the computation with tp 8, and 38 % where tp leaves the host. Axes of size 1 send
+# nothing: a logarithmic scale cannot show them.
 #
 # On the right all that goes with microbatches, computation, tp and pp, falls with $1/d$. The gradients are of the same
 # parameters whatever the batch, so dp's line does not fall. **Sooner or later every cluster is too large for its
-# batch**, and then dp is what is left: at dp 64 it takes 47 % of the computation, with only the last of eight
-# microbatches to hide behind.
+# batch**, and dp is what is left: at dp 64 it takes 47 % of the computation, with only the last of eight microbatches
+# to hide behind.
 
 # %% [markdown]
 # ### Latencies, and what hides
@@ -629,8 +630,8 @@ if rank == 0:
 #   with each of 64 microbatches and cost nearly as much. tp x pp cuts activations *and* state, gathers nothing, and has
 #   512 microbatches, so that its bubble is small: it wins.
 # - **256 to 2048**: $g\nu$ is above $S\beta$ = 11,700, so the gathers hide. With tp 2 the activations fit with
-#   selective recompute, and ZeRO-3 with this smallest $t$ is the fastest of the four. Alone it ends at 2048 GPUs, where
-#   a GPU has less than one sequence.
+#   selective recompute, and ZeRO-3 with this smallest $t$ is the fastest of the four. Alone it ends at 1024 GPUs: on
+#   2048 a GPU has less than one sequence.
 # - **4096**: $g\nu$ = 8,192. By the formulas the exposed gathers take 0.43 of the computing time, and the pipeline's
 #   bubble 7/16 = 0.44: almost a tie. The planner adds the latencies of the gathers and what hidden communication costs
 #   the computation, so that they take 0.76 of it. The pipeline has little of either, and is clearly faster.
@@ -891,14 +892,14 @@ assert all(abs(prediction / run - 1) < 0.05 for prediction, run in modelled.valu
 
 
 # %% [markdown]
-# The planner has never seen the program run, and agrees with it to some hundredths of a percent, with one exception:
-# pipelines of which only some hops leave a host. It takes the slower link for all of them, and is 2 or 3 % too high. It
+# The planner has never seen the program run, and agrees with it to some hundredths of a percent, except for pipelines
+# of which only some hops leave a host. It takes the slower link for all of them, and is 2 or 3 % too high. It
 # can be so exact because it is an *abstraction* of the program: it walks through the same lists of actions as the
 # executor, and its rings are chapter 3's, message by message. It leaves out the values.
 #
-# **And in measured time?** On 2 cores that did nothing else, 28 layouts of a larger model came out within 14.3 %, in
-# the median within 3.5 %, with a Spearman of 0.992. (*Spearman* is the correlation of the two orders, from the fastest
-# layout to the slowest.) That is a record, in
+# **And in measured time?** On 2 quiet cores 28 layouts of a larger model came out within 14.3 %, in the median within
+# 3.5 %, with a Spearman of 0.991. (*Spearman* is the correlation of the two orders, from the fastest layout to the
+# slowest.) That is a record, in
 # [docs/planning.md](../docs/planning.md#minipars-own-runs), and a test holds the planner to it:
 #
 # ![28 layouts, measured and predicted](../visualize/gallery/layouts.png)
@@ -977,16 +978,21 @@ if rank == 0:
 # layout's predicted time change, and is another layout the best then? Two questions: the 70B on 1024 A100s, whose best
 # layout has a pipeline, and the 7.5B, whose best has none.
 #
-# | name | what it is |
-# | --- | --- |
-# | `products`, `copies`, `links`, `memory_used` | shares of the data sheet that a program gets |
-# | `half_work` | operations of a product that reaches half of that speed |
-# | `forward_traffic`, `backward_traffic` | how often elementwise kernels move each byte that is kept |
-# | `update_traffic` | bytes that the optimizer moves for each parameter |
-# | `alpha_inside`, `alpha_between` | seconds of a message inside a host and between hosts |
-# | `contention` | seconds that computation loses for each second of communication behind it |
-# | `cards` | of `links`, what network cards leave between hosts |
-# | `all_reduce` | reduce-scatters that take as long as an all-reduce |
+# | name | in the picture | what it is |
+# | --- | --- | --- |
+# | `products` | products: part of the peak | of the data sheet, for a large product |
+# | `half_work` | products: work at half of that | operations of a product that reaches half of that speed |
+# | `copies` | copies: part of the bandwidth | of the memory, in the data sheet, for elementwise kernels |
+# | `links` | links: part of the bandwidth | of the data sheet, for messages |
+# | `cards` | links between hosts: part of that | what network cards leave of `links` |
+# | `forward_traffic` | bytes moved in forward | how often elementwise kernels move each byte that is kept |
+# | `backward_traffic` | bytes moved in backward | the same in backward |
+# | `update_traffic` | bytes moved by the optimizer | for each parameter |
+# | `all_reduce` | time of an all-reduce | how many reduce-scatters take as long |
+# | `alpha_inside` | latency inside a host | seconds of a message |
+# | `alpha_between` | latency between hosts | seconds of a message |
+# | `contention` | cost of hidden messages | seconds that computation loses for each second of communication behind it |
+# | `memory_used` | part of the memory used | of the data sheet; the rest is for libraries and fragmentation |
 #
 # What moves neither time by 0.05 %, and changes no layout, is not drawn.
 #

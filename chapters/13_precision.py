@@ -780,11 +780,12 @@ assert limits(4, 3)[0] == 240 and limits(4, 3)[3] == 2**-4 and limits(5, 2)[0] =
 
 
 def relative_errors(dtype, powers):
-    """Return the largest relative error of rounding values of each power of two; nan where they are too large."""
+    """Return the largest relative error of rounding values of each power of two; nan where all are too large."""
     values = np.linspace(1, 2, 4000, endpoint=False) * 2.0 ** powers[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
-        found = np.abs(values.astype(dtype).astype(float) / values - 1).max(axis=1)
-    return np.where(np.isfinite(found), found, np.nan)
+        errors = np.abs(values.astype(dtype).astype(float) / values - 1)
+    fits = values <= float(ml_dtypes.finfo(dtype).max)
+    return np.where(fits.any(axis=1), errors.max(axis=1, where=fits, initial=0), np.nan)
 
 
 powers = np.arange(-30, 18)
@@ -792,7 +793,8 @@ kinds = {"bf16": bf16, "fp16": np.dtype("float16"), "fp8 e4m3": e4m3, "fp8 e5m2"
 roundoff = {name: relative_errors(dtype, powers) for name, dtype in kinds.items()}
 assert all(0.85 < np.nanmin(roundoff[name]) / limits(*FORMATS[name])[3] < 1 for name in kinds)
 if rank == 0:
-    show(figures.plot_roundoff(powers, roundoff), "13_roundoff")
+    largest = {name: float(ml_dtypes.finfo(dtype).max) for name, dtype in kinds.items()}
+    show(figures.plot_roundoff(powers, roundoff, largest), "13_roundoff")
 
 # %% [markdown]
 # The normal values of e4m3 span 15 powers of two, and a tensor must lie inside them. So each tensor gets a *scale* of

@@ -18,7 +18,7 @@ from .style import COLOURS, GREY, PAPER, at_lightness, ink_on
 
 KINDS = {"F": "F forward", "B": "B backward", "I": "I backward, input", "W": "W backward, weights"}
 # Lightness of a rank's first and last stage; F and B alone leave more space. Stages are also told apart by a bar.
-SHADES = {"F": (32, 43), "I": (54, 64), "B": (66, 77), "W": (80, 90)}
+SHADES = {"F": (32, 43), "I": (53, 70), "B": (66, 77), "W": (80, 90)}
 SHADES_OF_TWO = {"F": (33, 53), "B": (66, 84)}
 HATCHES = {"W": "////"}  # of a kind whose shade can be taken for a neighbour's in grey
 HATCH_COLOUR = "#6FA898"
@@ -28,6 +28,7 @@ DIGIT_WIDTH, DIGIT_HEIGHT = 0.64, 0.73  # of the font size: the font is DejaVu S
 FILL = 0.78  # of a box: the most that its number may take
 LARGEST, SMALLEST = 9.0, 5.0  # points; a number that would be smaller is left out
 HALO = 1.2  # points around a number
+BAR = 0.84  # of a box: where the bar of a later stage begins, counted from the top
 
 Box = tuple[float, float, str, str]  # start, end, colour, the number inside
 
@@ -112,7 +113,7 @@ def mark_stages(
             bars.append((start + space, (end - start - 2 * space) * stage / (stages - 1)))
             faces.append(ink_on(colour))
     if bars:
-        axes.broken_barh(bars, (top + 0.84 * height, 0.09 * height), facecolors=faces, linewidth=0)
+        axes.broken_barh(bars, (top + BAR * height, 0.09 * height), facecolors=faces, linewidth=0)
 
 
 def hatch_boxes(axes: Axes, row: tuple[float, float], boxes: Sequence[tuple[float, float, str]]) -> None:

@@ -47,8 +47,11 @@ def _ratio(value: Any) -> float | None:
     return number(value, 0)
 
 
-def plot_comparison(steps: Ratios) -> Picture:
-    """Draw a row for each parameter and a column for each step: grey where A = B, else the ratio of the norms."""
+def plot_comparison(steps: Ratios, first: str = "run A", second: str = "run B") -> Picture:
+    """Draw a row for each parameter and a column for each step: grey where A = B, else the ratio of the norms.
+
+    first, second: the names of A and of B.
+    """
     names = list(next(iter(steps.values())))
     figure = picture(8.0, min(max(3.0, 1.6 + 0.16 * len(names)), 14.0))
     axes = figure.add_subplot()
@@ -62,11 +65,11 @@ def plot_comparison(steps: Ratios) -> Picture:
     axes.set_xlabel("step, counted from 0")
     differing = [step for step, ratios in steps.items() if any(ratio is not None for ratio in ratios.values())]
     result = f"they differ from step {differing[0]} on" if differing else "they are equal in every step"
-    axes.set_title(f"Gradients of run B and of run A: {result}", fontsize=10.5, loc="left", color=INK)
+    axes.set_title(f"Gradients of {second} and of {first}: {result}", fontsize=10.5, loc="left", color=INK)
     scale = figure.colorbar(colour_of, ax=axes, shrink=0.8, pad=0.02, extend="both")
     ticks = range(-OCTAVES, OCTAVES + 1)
     scale.set_ticks(ticks, labels=[f"{2**n}" if n >= 0 else f"1/{2**-n}" for n in ticks])
-    scale.set_label("norm of B's gradient / norm of A's", fontsize=8.5)
+    scale.set_label(f"norm of {second}'s gradient / norm of {first}'s", fontsize=8.5)
     seen = {ratio for ratios in steps.values() for ratio in ratios.values()}
     keys = [Patch(color=EQUAL, label="equal within rounding")] if None in seen else []
     near = [ratio for ratio in seen if ratio and 0.9 < ratio < 1.1]

@@ -192,6 +192,7 @@ def _points(axes: Axes, search: dict[str, Any], seconds: tuple[str, float], held
 NUMBERS = ("seconds_min", "seconds", "seconds_max", "predicted_seconds", "peak_bytes", "predicted_bytes")
 LEAST = 1e-9  # of each of these: the axes are logarithmic
 MEASURED = "measured: median and range of the steps' time, peak memory"
+MEDIANS = "measured: median of the steps' time, peak memory"
 
 
 def read_layouts(path: str) -> list[dict[str, Any]]:
@@ -237,10 +238,12 @@ def plot_agreement(rows: Sequence[dict[str, Any]]) -> Picture:
     spread += [[end - middle for end, middle in zip(ends, measured, strict=True)]]
     time.errorbar(measured, places, xerr=spread, fmt="none", ecolor=BLUE, elinewidth=2.5, alpha=0.35)
     predicted = [1000 * row["predicted_seconds"] for row in rows]
-    _pairs(time, measured, predicted, ends)
+    # A record may hold the medians alone: then no range is drawn, and none is named.
+    label = MEASURED if any(map(any, spread)) else MEDIANS
+    _pairs(time, measured, predicted, ends, label)
     time.set_xlabel("time of a step, ms of the cpu clock")
     held = [row["peak_bytes"] / 1e6 for row in rows]
-    _pairs(memory, held, [row["predicted_bytes"] / 1e6 for row in rows], held)
+    _pairs(memory, held, [row["predicted_bytes"] / 1e6 for row in rows], held, label)
     memory.set_xlabel("memory of the fullest rank, MB")
     time.set_yticks(places, [layout_name(row) for row in rows], fontsize=9)
     time.invert_yaxis()
@@ -249,18 +252,20 @@ def plot_agreement(rows: Sequence[dict[str, Any]]) -> Picture:
     return figure
 
 
-def _pairs(axes: Axes, measured: Sequence[float], predicted: Sequence[float], ends: Sequence[float]) -> None:
+def _pairs(
+    axes: Axes, measured: Sequence[float], predicted: Sequence[float], ends: Sequence[float], label: str
+) -> None:
     """Draw the two points of each row, and right of them, and of `ends`, their relative difference."""
     places = range(len(measured))
     axes.set_xscale("log")
-    axes.plot(measured, places, "o", color=BLUE, markersize=6, label=MEASURED)
+    axes.plot(measured, places, "o", color=BLUE, markersize=6, label=label)
     axes.plot(predicted, places, "|", color=VERMILION, markersize=13, markeredgewidth=2.2, label="predicted")
     for place, one, other, end in zip(places, measured, predicted, ends, strict=True):
         look = {"va": "center", "ha": "left", "fontsize": 8, "color": INK}
         spot = {"xytext": (8, 0), "textcoords": "offset points"}
         axes.annotate(signed_percent(other / one), (max(other, end), place), **spot, **look)
     low, high = min(*measured, *predicted), max(*measured, *predicted)
-    axes.set_xlim(low / 1.2, high * max(high / low, 1.5) ** 0.16)
+    axes.set_xlim(low / 1.2, high * max(high / low, 1.5) ** 0.2)
     ticks = [step * 10.0**power for power in range(-1, 8) for step in (1, 2, 5)]
     axes.set_xticks([tick for tick in ticks if low / 1.2 <= tick <= high * 1.2], minor=False)
     axes.set_xticks([], minor=True)

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from minipar.errors import UsageError
@@ -23,6 +20,7 @@ from minipar.parallel.pipeline.actions import PAIR, Durations, Slot, Time, Timel
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 
 from .boxes import (
+    BAR,
     DIGIT_WIDTH,
     FILL,
     KINDS,
@@ -40,7 +38,7 @@ from .boxes import (
 )
 from .message_time import awaited_messages, takes_messages
 from .schedule_file import splits_backward
-from .style import GREY, INK, PAPER, VERMILION, Picture, printable
+from .style import GREY, INK, PAPER, VERMILION, Picture, at_lightness, printable
 from .timeline import time_unit
 
 NAMES = {
@@ -55,9 +53,11 @@ NAMES = {
 }
 # Inches. The size of every box must be known before its number is written, so the layout is made here, by hand.
 LEFT, RIGHT, TITLE, AXIS, LEGEND = 0.72, 0.46, 0.34, 0.46, 0.32
+PEAK = 0.28  # of each further column of peaks
 NARROWEST, WIDEST = 11.0, 24.0
 POINTS = 72
 LONGEST_NAME = 20  # of a file, beside the facts
+FIRST, OTHER = at_lightness(GREY, 45), at_lightness(VERMILION, 48)  # dark enough for the digits of the peaks
 LONGEST_FRACTION = 1000  # a denominator beyond this says less than the percentage
 
 
@@ -175,13 +175,14 @@ def gallery(p: int, m: int, durations: Durations | None = None) -> dict[str, Tim
 def plot_schedule(timelines: Timeline | Mapping[str, Timeline], seconds: bool = False) -> Picture:
     """Draw each rank's actions over time, microbatch numbers inside; several timelines one above the other.
 
-    Under them are the activations alive on each rank, of the first timeline; those of the others are lines.
+    Under them are the activations alive on each rank, of the first timeline; those of the others are lines. Each
+    timeline has a column of peaks at the right.
 
     timelines  one, or {label: timeline}, as in {"predicted": ..., "measured": ...}
     seconds    times are seconds, as of a trace; otherwise they are units of the simulator
     """
     labelled = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
-    sheet = _Sheet(list(labelled.values()), seconds)
+    sheet = _Sheet(list(labelled.values()), seconds, columns=len(labelled))
     rows = [len(timeline.ranks) * _row(timeline) for timeline in labelled.values()]
     ranks = len(next(iter(labelled.values())).ranks)
     figure, axes = sheet.lay_out([*rows, ranks * min(0.24, 0.6 / max(1, ranks) ** 0.5)])
@@ -218,6 +219,7 @@ class _Sheet:
     timelines: Sequence[Timeline]
     seconds: bool = False
     cut: bool = False
+    columns: int = 1  # of peaks, at the right
 
     def __post_init__(self) -> None:
         if not self.timelines:
@@ -231,6 +233,7 @@ class _Sheet:
         if self.cut and len(ends) > 1 and ends[-1] > 1.5 * ends[-2]:
             self.span = 1.06 * ends[-2] * self.scale
         self.digits = max(len(str(timeline.schedule.microbatches - 1)) for timeline in self.timelines)
+        self.beside = LEFT + RIGHT + PEAK * (self.columns - 1)
         self.width = self._readable()
 
     def _readable(self) -> float:
@@ -240,9 +243,9 @@ class _Sheet:
         short = lengths[len(lengths) // 10] * self.scale
         number = 1.02 * SMALLEST * DIGIT_WIDTH * self.digits / FILL  # points
         short = max(short, 1e-3 * self.span)
-        width = min(max(number / POINTS * self.span / short + LEFT + RIGHT, NARROWEST), WIDEST)
+        width = min(max(number / POINTS * self.span / short + self.beside, NARROWEST), WIDEST)
         # All numbers have the size that fits these boxes.
-        room = fitting(self.digits, short * POINTS * (width - LEFT - RIGHT) / self.span, math.inf)
+        room = fitting(self.digits, short * POINTS * (width - self.beside) / self.span, math.inf)
         self.size = room or LARGEST
         return width
 
@@ -252,7 +255,7 @@ class _Sheet:
         above = 0.75 * TITLE if header else 0.0
         total = above + sum(heights) + TITLE * len(heights) + AXIS + LEGEND
         figure = Picture(figsize=(self.width, total), facecolor="white")
-        self.inner, self.total = self.width - LEFT - RIGHT, total
+        self.inner, self.total = self.width - self.beside, total
         look = {"ha": "center", "va": "top", "fontsize": 11, "color": INK}
         figure.text(0.5, 1 - 0.1 / total, header, **look)
         axes, top = [], total - above
@@ -331,13 +334,14 @@ class _Sheet:
         mark_stages(panel, row, marks, points[0], stages)
         texts = [str(slot.action.microbatch) for slot in slots]
         boxes = [(*span, face, text) for span, face, text in zip(spans, faces, texts, strict=True)]
-        number_boxes(panel, row, [box for box in boxes if box[1] <= self.span], points, self.digits, self.size)
+        space = (row[0], BAR * row[1]) if stages > 1 else row  # no number touches the bar of its stage
+        number_boxes(panel, space, [box for box in boxes if box[1] <= self.span], points, self.digits, self.size)
 
-    def _beside(self, panel: Axes, y: float, text: str, above: float = 0) -> None:
-        """Write text in the margin at the right."""
+    def _beside(self, panel: Axes, y: float, text: str, above: float = 0, column: int = 0, colour: str = INK) -> None:
+        """Write text in a column of the margin at the right."""
         panel.annotate(
-            text, (self.span, y), xytext=(5, above), textcoords="offset points", va="center_baseline", fontsize=9,
-            color=INK, annotation_clip=False,
+            text, (self.span, y), xytext=(5 + POINTS * PEAK * column, above), textcoords="offset points",
+            va="center_baseline", fontsize=9, color=colour, annotation_clip=False,
         )  # fmt: skip
 
     def _ranks(self, panel: Axes, ranks: int) -> range:
@@ -348,31 +352,32 @@ class _Sheet:
         return shown
 
     def draw_memory(self, panel: Axes, timelines: Mapping[str, Timeline]) -> None:
-        """Draw the activations alive on each rank as steps from the bottom of its row, and its peak on the right."""
+        """Draw the activations alive on each rank as steps from the bottom of its row, and its peaks on the right."""
         first = next(iter(timelines.values()))
-        peaks = first.peak_activations
-        for rank in self._ranks(panel, len(first.ranks)):
-            self._beside(panel, rank + 0.5, str(peaks[rank]))
+        shown = self._ranks(panel, len(first.ranks))
         peak = max(1, *(peak for timeline in timelines.values() for peak in timeline.peak_activations))
-        for number, timeline in enumerate(timelines.values()):
+        for number, (label, timeline) in enumerate(timelines.items()):
+            colour = OTHER if number else FIRST
             for rank, slots in enumerate(timeline.ranks):
                 floor = rank + 0.94
                 steps = live_activations(slots)
                 times = [float(when) * self.scale for when, _ in steps]
                 levels = [floor - 0.86 * live / peak for _, live in steps]
+                name = label if rank == 0 else None  # once in the legend
                 if number == 0:
-                    panel.fill_between(times, levels, floor, step="post", color=GREY, alpha=0.55, linewidth=0)
-                else:
-                    panel.step(times, levels, where="post", color=VERMILION, linewidth=1.0)
+                    panel.fill_between(times, levels, floor, step="post", color=GREY, alpha=0.55, lw=0, label=name)
+                wide, name = (1.0, name) if number else (0.7, None)
+                panel.step(times, levels, where="post", color=colour, linewidth=wide, label=name)
+            for rank in shown:
+                self._beside(panel, rank + 0.5, str(timeline.peak_activations[rank]), column=number, colour=colour)
         v = stages_per_rank(first)
         size = f" (each of 1/{v} of the rank's layers)" if v > 1 else ""
         panel.set_title(f"activations alive{size}", loc="left", fontsize=9.5, color=INK, pad=4)
         if len(timelines) > 1:
-            grey: Artist = Patch(facecolor=GREY, alpha=0.55, label=next(iter(timelines)))
-            line = Line2D([], [], color=VERMILION, linewidth=1.0, label=", ".join(list(timelines)[1:]))
-            look = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.97), "ncols": 2, "frameon": False, "fontsize": 9}
-            panel.legend(handles=[grey, line], borderpad=0.0, borderaxespad=0.2, **look)
-        self._beside(panel, 0, "peak", above=7)
+            # The legend ends far from the heading of the peaks, which would read as a part of it.
+            look = {"loc": "lower right", "bbox_to_anchor": (0.93, 0.97), "frameon": False, "fontsize": 9}
+            panel.legend(ncols=len(timelines), borderpad=0.0, borderaxespad=0.2, **look)
+        self._beside(panel, 0, "peak" if len(timelines) == 1 else "peaks", above=7)
 
 
 def timeline_values(timeline: Timeline, durations: Durations) -> dict[str, Any]:

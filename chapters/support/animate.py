@@ -29,7 +29,7 @@ MOVING, RESTING = 10, 5  # frames in which the messages of a round move, and in 
 FRAMES_PER_SECOND, DPI, COLOURS, NEARLY_WHITE = 8, 120, 48, 245
 ACROSS, UP = 2.6, 1.75  # half of the width and half of the height of the ring on which the ranks stand
 WIDTH, HEIGHT = 0.56, 0.5  # of a chunk
-AROUND = 0.6  # how far a message is beside the straight line, so that two that are exchanged do not meet
+AROUND = 0.6  # how far a message is beside the straight line, so that two that are exchanged seldom meet
 NOTE = "a row: the chunks of a rank. Digits: the ranks whose contributions a chunk sums; Σ: all of them"
 GALLERY = {
     "ring_all_reduce": ("all_reduce", "ring", "Ring all-reduce: a reduce-scatter, then an all-gather"),

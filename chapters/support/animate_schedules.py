@@ -20,7 +20,11 @@ from visualize.style import COLOURS, INK, Picture, picture
 Place = tuple[str, int, int]  # kind (F, I or W), microbatch, rank
 Times = dict[Place, tuple[float, float]]
 RANKS, MICROBATCHES = 4, 7
-DURATIONS = Durations(4, 5, 3)
+SIMPLE, REAL = Durations(1, 1, 1), Durations(4, 5, 3)  # of chapter 7, and of chapter 8
+UNITS = {
+    SIMPLE: "F takes 1 unit of time, B takes 2",
+    REAL: "F takes 4 units of time, I takes 5, W takes 3, and B takes 5 + 3 = 8",
+}
 STANDING, MOVING = 9, 8  # frames
 
 
@@ -47,12 +51,12 @@ def split(schedule: Schedule) -> Schedule:
     return Schedule.of("1f1b, split", lists)
 
 
-def halves_of(slot: Slot, rank: int) -> Times:
+def halves_of(slot: Slot, rank: int, durations: Durations) -> Times:
     """Return the times of a slot. Those of a B are the times of its I and its W."""
     kind, microbatch = slot.action.kind, slot.action.microbatch
     if kind != "B":
         return {(kind, microbatch, rank): (float(slot.start), float(slot.end))}
-    middle = float(slot.start + DURATIONS.backward_input)
+    middle = float(slot.start + durations.backward_input)
     return {("I", microbatch, rank): (float(slot.start), middle), ("W", microbatch, rank): (middle, float(slot.end))}
 
 
@@ -66,11 +70,11 @@ def states() -> list[State]:
     }
     found = []
     for title, schedule in schedules.items():
-        line = simulate(schedule, DURATIONS)
+        line = simulate(schedule, REAL)
         times: Times = {}
         for rank, row in enumerate(line.ranks):
             for slot in row:
-                times.update(halves_of(slot, rank))
+                times.update(halves_of(slot, rank, REAL))
         kinds = {"F": "F", "I": "B", "W": "B"} if schedule is one_piece else {"F": "F", "I": "I", "W": "W"}
         found.append(State(title, times, kinds, float(line.makespan * line.bubble_fraction)))
     return found
@@ -80,12 +84,12 @@ def states_of_chapter_7() -> list[State]:
     """Simulate GPipe and 1F1B."""
     found = []
     for name, title in (("gpipe", "GPipe: all forwards first"), ("1f1b", "1F1B: a backward after each forward")):
-        line = simulate(make(name, RANKS, MICROBATCHES), DURATIONS)
+        line = simulate(make(name, RANKS, MICROBATCHES), SIMPLE)
         times = {
             key: span
             for rank, row in enumerate(line.ranks)
             for slot in row
-            for key, span in halves_of(slot, rank).items()
+            for key, span in halves_of(slot, rank, SIMPLE).items()
         }
         idle = float(line.makespan * line.bubble_fraction)
         found.append(State(title, times, {"F": "F", "I": "B", "W": "B"}, idle, tuple(line.peak_activations)))
@@ -93,8 +97,12 @@ def states_of_chapter_7() -> list[State]:
 
 
 def draw_state(axes: Axes, before: State, after: State, share: float, span: float) -> None:
-    """Draw the boxes on their way: `share` of the way from one state to the next."""
+    """Draw the boxes on their way: `share` of the way from one state to the next.
+
+    What a state has of idle time and of activations, and where it ends, is shown while its boxes rest.
+    """
     shown = before if share == 0 else after
+    gap = span / 600  # between two boxes
     for (kind, microbatch, rank), (start, end) in before.times.items():
         new_start, _ = after.times[kind, microbatch, rank]
         left = start + share * (new_start - start)
@@ -102,23 +110,26 @@ def draw_state(axes: Axes, before: State, after: State, share: float, span: floa
         is_piece = shown.kinds[kind] == "B"
         text = "" if is_piece else str(microbatch)
         if is_piece and kind == "I":
-            middle = left + (DURATIONS.backward_input + DURATIONS.backward_weight) / 2
+            middle = left + (before.times["W", microbatch, rank][1] - start) / 2
             place = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "zorder": 4}
             axes.text(middle, rank + 0.5, str(microbatch), **place)
-        gap = 0.2
+        less = gap
         if is_piece:
-            gap = 0.0 if kind == "I" else 0.6  # a piece has an edge of its own colour
+            less = 0.0 if kind == "I" else 3 * gap  # a piece has an edge of its own colour
         look = {"edgecolor": colour if is_piece else "white", "linewidth": 0.6, "zorder": 2 if kind == "W" else 3}
-        box(axes, (left + 0.1, rank + 0.05), (end - start - gap, 0.9), colour, text, **look)
-    axes.axvline(max(end for _, end in shown.times.values()), color=INK, linewidth=0.8, linestyle=":")
-    for rank, count in enumerate(shown.alive):
-        text = {"va": "center", "fontsize": 8.5, "color": INK}
-        axes.text(1.015 * span, rank + 0.5, f"{count} alive", **text)
+        box(axes, (left + gap / 2, rank + 0.05), (end - start - less, 0.9), colour, text, **look)
+    title = shown.title
+    if share == 0:
+        title = f"{title}; each rank is idle for {shown.idle:g} units"
+        axes.axvline(max(end for _, end in shown.times.values()), color=INK, linewidth=0.8, linestyle=":")
+        for rank, count in enumerate(shown.alive):
+            text = {"va": "center", "fontsize": 8.5, "color": INK}
+            axes.text(1.015 * span, rank + 0.5, f"{count} alive", **text)
     axes.set(xlim=(-0.01 * span, (1.09 if shown.alive else 1.01) * span), ylim=(RANKS, -0.05), xticks=[])
     axes.set_yticks([rank + 0.5 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)], fontsize=8.5)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_title(f"{shown.title}; each rank is idle for {shown.idle:g}", loc="left", fontsize=9.5, color=INK)
+    axes.set_title(title, loc="left", fontsize=9.5, color=INK)
 
 
 def legend(figure: Picture, kinds: str = "FBIW") -> None:
@@ -128,28 +139,30 @@ def legend(figure: Picture, kinds: str = "FBIW") -> None:
 
 def plot_states() -> Picture:
     """Draw the three states below one another: the animation for paper."""
-    figure = picture(7.0, 5.0)
+    figure = picture(7.0, 5.2)
     found = states()
     span = max(end for _, end in found[0].times.values())
-    for axes, state in zip(figure.subplots(len(found), 1), found, strict=True):
+    panels = figure.subplots(len(found), 1)
+    for axes, state in zip(panels, found, strict=True):
         draw_state(axes, state, state, 0.0, span)
+    panels[-1].set_xlabel(UNITS[REAL], fontsize=9, color=INK)
     legend(figure)
     return figure
 
 
 def animate_zero_bubble() -> tuple[Picture, FuncAnimation]:
     """Animate how 1F1B turns into ZB-H1."""
-    return _animate(states(), "FBIW")
+    return _animate(states(), REAL, "FBIW")
 
 
 def animate_one_f_one_b() -> tuple[Picture, FuncAnimation]:
     """Animate how GPipe turns into 1F1B."""
-    return _animate(states_of_chapter_7(), "FB")
+    return _animate(states_of_chapter_7(), SIMPLE, "FB")
 
 
-def _animate(found: list[State], kinds: str) -> tuple[Picture, FuncAnimation]:
+def _animate(found: list[State], durations: Durations, kinds: str) -> tuple[Picture, FuncAnimation]:
     """Animate states, one after the other."""
-    figure = picture(7.0, 2.2)
+    figure = picture(7.0, 2.4)
     axes = figure.subplots()
     span = max(end for _, end in found[0].times.values())
     legend(figure, kinds)
@@ -160,5 +173,6 @@ def _animate(found: list[State], kinds: str) -> tuple[Picture, FuncAnimation]:
         number, step = divmod(frame, STANDING + MOVING)
         following = found[min(number + 1, len(found) - 1)]
         draw_state(axes, found[number], following, max(0, step - STANDING + 1) / (MOVING + 1), span)
+        axes.set_xlabel(UNITS[durations], fontsize=9, color=INK)
 
     return figure, FuncAnimation(figure, draw, frames=frames)

@@ -12,7 +12,7 @@ ICONS = re.compile(r'\s*<script defer src="[^"]*fontawesome\.js[^"]*"></script>'
 SEARCH = re.compile(r'\s*<script src="[^"]*(?:searchtools|language_data|searchindex)\.js[^"]*"></script>')
 ICON_RULE = re.compile(r"((?:\.fa-[a-z0-9-]+,)*\.fa-[a-z0-9-]+)\{--fa:[^}]*\}")
 LARGE = 20_000  # bytes
-COLOURS = 160
+COLOURS = 256
 
 
 def remove(pattern: re.Pattern[str], text: str, place: object) -> str:
@@ -71,5 +71,7 @@ def slim_pictures(out: Path) -> None:
         if path.stat().st_size < LARGE:
             continue
         with Image.open(path) as picture:
-            small = picture.convert("RGB").quantize(COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+            whole = picture.convert("RGB")
+        # Without rounds of k-means, rare colours, such as the ends of a colour scale, would share one.
+        small = whole.quantize(COLOURS, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
         small.save(path, optimize=True)

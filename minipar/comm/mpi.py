@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -129,12 +129,14 @@ class MPITransport:
             handle = self._collectives.Irecv(buffer, source, MPI.ANY_TAG)
         return _Request(owner, "receive from", self.ranks[source], array.nbytes, tag, handle)
 
-    def pause(self, attempt: int, waiting_for: Request) -> None:
+    def pause(self, attempt: int, waiting_for: Any) -> None:  # a _Request
         if attempt < YIELD_TESTS:
             os.sched_yield()
         else:
             time.sleep(min(FIRST_SLEEP * (1 + (attempt - YIELD_TESTS) // 8), LONGEST_SLEEP))
-        if attempt > LEFT_PAUSES and self.job.leaving[waiting_for.peer].Test():
+        has_left = attempt > LEFT_PAUSES and self.job.leaving[waiting_for.peer].Test()
+        # Its last message may have arrived since it was last tested.
+        if has_left and not waiting_for.handle.Get_status():
             raise CommunicationError(f"{waiting_for.describe()}: {has_returned(waiting_for.peer)}")
 
     def group(self, ranks: Sequence[int], name: str) -> "MPITransport":

@@ -71,9 +71,8 @@ def test_a_wait_for_a_frozen_rank_ends_after_the_timeout():
     assert "nothing for 3 s (MINIPAR_TIMEOUT)" in result.stderr
 
 
-def test_a_rank_that_is_slow_is_no_fault():
-    """Rank 1 starts 3 s late, and receives 3 s later still what rank 0 has sent before it left."""
-    program = """
+# Rank 1 starts 3 s late, and receives 3 s later still what rank 0 has sent before it left.
+SLOW = """
 import os, time
 if os.environ.get("PMI_RANK") == "1": time.sleep(3)
 import numpy as np
@@ -85,5 +84,19 @@ else:
     time.sleep(3)
     comm.irecv(np.empty(9), 0).wait()
 """
+# Rank 0 learns that rank 1 has left before it looks again for the last message of rank 1.
+LAST = """
+import minipar.comm.mpi as mpi, time
+from minipar.comm import world
+comm, sleep = world(), time.sleep; sleep(2 * comm.rank)
+def poll(seconds):
+    sleep(0.5), any(mpi.MPI.COMM_WORLD.Iprobe() for _ in range(100))
+if comm.rank == 0: mpi.LEFT_PAUSES, mpi.YIELD_TESTS, time.sleep = 0, 0, poll
+comm.barrier()
+"""
+
+
+@pytest.mark.parametrize("program", [SLOW, LAST])
+def test_a_rank_that_is_slow_is_no_fault(program):
     result = run(2, program)
     assert (result.returncode, result.stderr) == (0, "")

@@ -127,13 +127,13 @@ def plot_steps(steps: Sequence[float], errors: Sequence[float]) -> Picture:
     """Draw the relative error of a difference quotient against its step."""
     figure = picture(6.0, 2.8)
     axes = figure.add_subplot()
-    axes.loglog(steps, errors, "o-", color=BLUE, markersize=4)
-    large = [step for step in steps if step >= 1e-4]
-    small = [step for step in steps if step <= 1e-6]
-    axes.loglog(large, [errors[-1] * (step / steps[-1]) ** 2 for step in large], ":", color=INK, linewidth=1.2)
-    axes.loglog(small, [errors[0] * steps[0] / step for step in small], "--", color=INK, linewidth=1.2)
-    axes.plot([], [], ":", color=INK, label="truncation, as the square of the step")
-    axes.plot([], [], "--", color=INK, label="rounding, as 1 / step")
+    axes.loglog(steps, errors, "o", color=BLUE, markersize=5, label="measured")
+    large = [step for step in steps if step >= 1e-6]
+    small = [step for step in steps if step <= 1e-4]
+    truncation = [errors[-1] * (step / steps[-1]) ** 2 for step in large]
+    rounding = [errors[0] * steps[0] / step for step in small]
+    axes.loglog(large, truncation, ":", color=INK, linewidth=1.4, label="truncation, as the square of the step")
+    axes.loglog(small, rounding, "--", color=INK, linewidth=1.2, label="rounding, as 1 / step")
     finish(axes, legend="upper center", xlabel="step", ylabel="relative error")
     return figure
 

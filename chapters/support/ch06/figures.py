@@ -264,8 +264,8 @@ def plot_links(
     for axes in (left, right):
         axes.axhline(alone, color=INK, linestyle="--", linewidth=1)
     note(left, f"one device: {alone:.1f} ms", (left.get_xlim()[0], alone), (4, 3), fontsize=8)
-    finish(left, "a layer on t = 8 ranks", "upper left", bars="x", ylabel="ms", ylim=(0, 22))
-    finish(right, "the same layer, t ranks", "center right", xlabel="t", ylabel="ms", ylim=(0, 22))
+    finish(left, "a layer on t = 8 ranks", "upper left", bars="x", ylabel="ms", ylim=(0, 26))
+    finish(right, "the same layer, t ranks", "upper left", xlabel="t", ylabel="ms", ylim=(0, 26))
     return figure
 
 

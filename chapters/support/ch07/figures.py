@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from chapters.support.draw import box
-from visualize.style import COLOURS, INK, PAPER, VERMILION, Picture, picture
+from visualize.style import COLOURS, GREY, INK, PAPER, VERMILION, Picture, at_lightness, lightness, picture
+
+FADED = 0.55  # of the way to white: an action that is never reached
 
 
 def draw_crossing(lists: Sequence[Sequence[str]], stopped: Sequence[int]) -> Picture:
     """Draw two ranks' lists with their messages as arrows, and mark the send at which each rank is stopped.
+
+    Actions behind that send are never reached: their boxes are faded, and their messages' arrows grey.
 
     lists    the actions of rank 0 and of rank 1, such as 0SEND_F1 and 1RECV_F1
     stopped  the place in each list of the action that never ends
@@ -25,7 +29,7 @@ def draw_crossing(lists: Sequence[Sequence[str]], stopped: Sequence[int]) -> Pic
             if place == stopped[rank]:
                 look = {"edgecolor": VERMILION, "linewidth": 2.5}
             if place > stopped[rank]:
-                look = {"edgecolor": "white", "alpha": 0.45}
+                colour = at_lightness(colour, lightness(colour) + FADED * (100 - lightness(colour)))
             box(axes, (place + 0.04, 2 * rank), (0.92, 0.7), colour, name.replace("_", "\n"), va="center", **look)
             places[rank, name] = place + 0.5
     for (rank, name), place in places.items():
@@ -33,7 +37,7 @@ def draw_crossing(lists: Sequence[Sequence[str]], stopped: Sequence[int]) -> Pic
             other = places[1 - rank, name.replace("SEND", "RECV")]
             waits = place == stopped[rank] + 0.5
             ends = (0.72, 1.98) if rank == 0 else (1.98, 0.72)
-            colour = VERMILION if waits else INK
+            colour = VERMILION if waits else GREY if place > stopped[rank] + 0.5 else INK
             arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 2.0 if waits else 1.0}
             axes.annotate("", (other, ends[1]), (place, ends[0]), arrowprops=arrow)
     axes.set_yticks([0.35, 2.35], ["rank 0", "rank 1"], fontsize=9)

@@ -15,7 +15,10 @@ from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Durations, Time, peak_live, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize.schedule import NAMES, gallery, plot_schedule
-from visualize.style import COLOURS, INK, Picture, picture
+from visualize.style import COLOURS, INK, WINE, Picture, at_lightness, picture
+
+PALE = {"F": 64, "B": 86}  # the lightness of a rank's second stage
+VERSIONS = (*RANKS, WINE)  # a colour for each version of the weights
 
 
 def picture_of(name: str, p: int, m: int, v: int, durations: Durations) -> Picture:
@@ -36,8 +39,9 @@ def plot_warm_up(times: Mapping[Named, tuple[Time, Time]], p: int, rank: int, st
     on_the_way = {("F", 0, s) for s in range(first, stages)} | {("B", 0, s) for s in range(first, stages)}
     for (kind, microbatch, stage), (begin, until) in times.items():
         if until <= end:
-            look = {"edgecolor": "white", "linewidth": 0.8, "alpha": 1.0 if stage < p or kind == "B" else 0.6}
-            box(axes, (float(begin), stage % p), (float(until - begin), 0.8), COLOURS[kind], str(microbatch), **look)
+            colour = COLOURS[kind] if stage < p else at_lightness(COLOURS[kind], PALE[kind])
+            look = {"edgecolor": "white", "linewidth": 0.8}
+            box(axes, (float(begin), stage % p), (float(until - begin), 0.8), colour, str(microbatch), **look)
         if (kind, microbatch, stage) in on_the_way:
             frame = {"fill": False, "edgecolor": INK, "linewidth": 2.2, "zorder": 4}
             axes.add_patch(Rectangle((float(begin), stage % p), float(until - begin), 0.8, gid="way", **frame))
@@ -82,13 +86,17 @@ def plot_overlap(p: int, m: int, steps: int = 12) -> Picture:
 
 
 def plot_memory_and_bubble(points: Mapping[str, tuple[float, float]]) -> Picture:
-    """Draw each schedule as a point: its activations in units of a rank's layers, and its bubble."""
+    """Draw each schedule as a point: its activations in units of a rank's layers, and its bubble.
+
+    The name is on the right of its point, and on the left where another point would be in its way.
+    """
     figure = picture(6.0, 3.2)
     axes = figure.add_subplot()
     for name, spot in points.items():
         axes.plot(*spot, marker="o", color=COLOURS["F"])
-        is_beside = any(0 < spot[0] - x < 1 and y == spot[1] for x, y in points.values())
-        note(axes, name, spot, (5, -12 if is_beside else 4), fontsize=8)  # its neighbour's name is above
+        is_blocked = any(0 < x - spot[0] < 1 and abs(y - spot[1]) < 0.1 for x, y in points.values())
+        side, shift = ("right", -6) if is_blocked else ("left", 6)
+        note(axes, name, spot, (shift, 0), fontsize=8, ha=side, va="center")
     finish(axes, xlabel="activations alive on a rank, at most", ylabel="bubble", xlim=(0, 9.6), ylim=(0, 0.85))
     return figure
 
@@ -149,7 +157,7 @@ def draw_versions(
                 version = version_of(stage, microbatch)
                 look = {"edgecolor": "white", "hatch": "///" if kind == "B" else None}
                 size = (float(until - begin), 0.86)
-                box(axes, (float(begin), stage), size, RANKS[version % len(RANKS)], "", **look)
+                box(axes, (float(begin), stage), size, VERSIONS[version % len(VERSIONS)], "", **look)
                 middle = float(begin + until) / 2
                 label = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
                 text = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "bbox": label}
@@ -159,6 +167,7 @@ def draw_versions(
         axes.set(xlim=(-0.05, end), ylim=(rows, -0.1), xticks=[])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
+    panels[-1].set_xlabel("time (digit in a box: the version of the weights; hatched: backward)", fontsize=8)
     return figure
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from chapters.support.draw import finish, legend_outside, note, patches
@@ -73,9 +73,8 @@ def plot_held(cut: Sequence[int], whole: Sequence[int], updated: Sequence[int], 
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()
     finish(axes, xlim=(0, 1.12 * max(map(sum, zip(cut, whole, strict=True)))), xlabel="parameters", bars="y")
-    legend_outside(
-        figure, patches({"held, cut by tp": SKY, "held, the same in a tp row": YELLOW, "updated here": MINT})
-    )
+    here = Patch(facecolor=MINT, edgecolor="white", hatch="///", label="updated here")
+    legend_outside(figure, [*patches({"held, cut by tp": SKY, "held, the same in a tp row": YELLOW}), here])
     return figure
 
 
@@ -272,7 +271,10 @@ def plot_placements(ideal: float, times: Mapping[tuple[str, str], float]) -> Pic
 
 
 def plot_two_steps(trace: dict[str, Any], between_hosts: tuple[str, str]) -> Picture:
-    """Draw two traced steps of dp 2 x tp 2 x pp 2 after one another; `between_hosts` is the axis there in each."""
+    """Draw two traced steps of dp 2 x tp 2 x pp 2 after one another, each with another mesh axis between the hosts.
+
+    between_hosts  that axis in each step
+    """
     figure = plot_timeline(parse_trace(trace))
     first, second = between_hosts
     title = f"dp 2 x tp 2 x pp 2, 1F1B, 4 microbatches. Between the hosts: {first} (left), {second} (right)"

@@ -161,7 +161,10 @@ def plot_bubbles(panels: Mapping[str, tuple[str, Mapping[str, Mapping[int, float
         axes.axhline(0.1, color=GREY, linestyle=":", linewidth=1.2)
         powers(axes, sorted({x for curve in curves.values() for x in curve}))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        finish(axes, title, legend="best", size=9, xlabel=what, ylim=(0, None))
+        finish(axes, title, legend="best", size=9, xlabel=what)
+    # Only now: the panels share their limits, and a lower limit alone would fix the upper one to the first panel's.
+    highest = max(value for _, curves in panels.values() for curve in curves.values() for value in curve.values())
+    drawn[0].set_ylim(0, 1.05 * highest)
     drawn[0].set_ylabel("bubble: idle / total")
     return figure
 
@@ -195,13 +198,21 @@ def plot_scaling(panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, flo
             axes.plot(gpus, tokens, f"-{mark}", color=colour, markersize=6, label=model)
             axes.plot(gpus, [tokens[0] * n / gpus[0] for n in gpus], "--", color=colour, linewidth=1.0)
             for n, (speed, mfu) in points.items():
-                note(axes, f"{mfu:.0%}", (n, speed), (4, -5), ha="left", va="top", fontsize=8)
+                # On the side of the point where the dashed line is not.
+                if speed > tokens[0] * n / gpus[0]:
+                    note(axes, f"{mfu:.0%}", (n, speed), (-4, 5), ha="right", va="bottom", fontsize=8)
+                else:
+                    note(axes, f"{mfu:.0%}", (n, speed), (4, -5), ha="left", va="top", fontsize=8)
         axes.set_yscale("log")
         powers(axes, sorted({n for points in models.values() for n in points}))
-        axes.margins(x=0.12)
+        axes.margins(x=0.12, y=0.1)
         finish(axes, xlabel=f"{kind} GPUs (at each point: MFU)")
     drawn[0].set_ylabel("tokens per second")
-    legend_outside(figure, drawn[0].get_legend_handles_labels()[0])
+    handles = drawn[0].get_legend_handles_labels()[0]
+    handles.sort(key=lambda line: max(line.get_ydata()), reverse=True)  # as the lines lie, the smallest model on top
+    meaning = "if each GPU were as fast as in the smallest cluster"
+    dashed = Line2D([], [], color=INK, linestyle="--", linewidth=1.0, label=meaning)
+    legend_outside(figure, [*handles, dashed])
     return figure
 
 

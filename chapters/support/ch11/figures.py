@@ -148,7 +148,7 @@ def plot_crossover(
         queries = "one head" if group == 1 else f"{group} heads"
         title = f"{queries} of queries per head of keys"
         finish(axes, title, xlabel="c, ranks of cp", ylim=(0, None), xticks=ranks[::2])
-    panels[0].set_ylabel("elements sent per token, in h", fontsize=8)
+        axes.set_ylabel("elements sent per token, in h", fontsize=8)
     panels[0].legend(frameon=False, fontsize=8)
     return figure
 
@@ -179,9 +179,10 @@ def plot_losses(runs: Mapping[str, Sequence[float]]) -> Picture:
     """Plot the losses of runs over their steps; the first is the right one."""
     figure = picture(6.6, 3.0)
     axes = figure.add_subplot()
-    for (name, losses), colour in zip(runs.items(), (INK, *LINES), strict=False):
-        width, alpha = (4, 0.35) if colour == INK else (1.4, 1)
-        axes.plot(losses, color=colour, linewidth=width, alpha=alpha, label=name)
+    looks = [("-", 6.0, 0.35), ("-", 2.4, 1.0), ("-", 1.4, 1.0), ("-", 1.4, 1.0), ("--", 1.6, 1.0)]
+    # The second and the last lie on the first, nearly: a wide line below, a narrower one, and dashes.
+    for (name, losses), colour, (line, width, alpha) in zip(runs.items(), (INK, *LINES), looks, strict=False):
+        axes.plot(losses, line, color=colour, linewidth=width, alpha=alpha, label=name)
     finish(axes, "loss", legend="best", size=7.5, xlabel="step", ylim=(0, None))
     return figure
 
@@ -204,8 +205,9 @@ def plot_attention_share(tokens: np.ndarray, widths: Sequence[int], layers: int)
     right.plot(
         tokens, tokens * widths[0] * (2 * layers + 34) / 8e9, color=INK, linestyle=":", label="recomputed, c = 8"
     )
-    right.axhline(80, color=GREY, linewidth=0.8, linestyle="--", label="80 GB")
-    finish(right, f"GB of one sample, h = {widths[0]:,}", legend="upper left", xlabel="T, tokens", yscale="log")
+    right.axhline(80, color=GREY, linewidth=0.8, linestyle="--")
+    right.text(tokens[0], 90, "80 GB", fontsize=8, va="bottom")
+    finish(right, f"GB of one sample, h = {widths[0]:,}", legend="lower right", xlabel="T, tokens", yscale="log")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
     return figure

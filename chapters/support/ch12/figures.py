@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from chapters.support.draw import RANKS, box, finish, legend_outside, patches, show_cells
-from visualize.style import BLUE, GREEN, GREY, INK, LINES, PAPER, VERMILION, Picture, picture, tidy
+from visualize.style import BLUE, GREEN, GREY, INK, LINES, PAPER, PURPLE, VERMILION, Picture, picture, tidy
 
 ARROWS = 3.0  # cells of room for the arrows of the all-to-all, beside the rows that leave
 
@@ -138,14 +138,14 @@ def plot_balance(runs: Mapping[str, np.ndarray]) -> Picture:
     return figure
 
 
-def plot_exchange(sent: Mapping[str, Sequence[int]], uniform: float) -> Picture:
-    """Plot the bytes that each rank of ep sends in a step, for each run, and those of uniform routing as a line."""
+def plot_exchange(sent: Mapping[str, Sequence[int]], even: float) -> Picture:
+    """Plot the bytes that each rank of ep sends in a step, for each run, and those of even routing as a line."""
     figure = picture(6.0, 2.8)
     axes = figure.add_subplot()
     width = 0.8 / len(sent)
     for i, ((name, values), colour) in enumerate(zip(sent.items(), LINES, strict=False)):
         axes.bar(np.arange(len(values)) + (i - (len(sent) - 1) / 2) * width, values, width, color=colour, label=name)
-    axes.axhline(uniform, color=INK, linewidth=0.8, linestyle="--", label="uniform routing")
+    axes.axhline(even, color=INK, linewidth=0.8, linestyle="--", label="even routing")
     axes.set(xlabel="rank of ep", xticks=range(max(map(len, sent.values()))), ylabel="bytes sent over ep in a step")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(y=0.25)
@@ -198,8 +198,9 @@ def plot_capacity(
     handles.append(Rectangle((0, 0), 1, 1, facecolor="white", edgecolor=GREY, hatch="///", label="padded"))
     left.legend(handles=handles, frameon=False, fontsize=7.5, ncols=3, loc="upper right")
     top = 1.25 * max(int(rows.max()), capacity)
-    finish(left, f"rows of each expert, capacity {capacity}", bars="x", xlabel="expert", ylim=(0, top))
-    for (name, values), colour in zip(shares.items(), (INK, *LINES), strict=False):
+    finish(left, f"rows of each expert, capacity {capacity}", bars="x", xlabel="expert", xticks=experts, ylim=(0, top))
+    left.tick_params(axis="x", labelsize=8)
+    for (name, values), colour in zip(shares.items(), (INK, GREEN, PURPLE), strict=True):
         right.plot(factors, values, color=colour, linewidth=2, label=name)
     finish(right, "rows dropped, %", legend="upper right", xlabel="F, capacity factor", ylim=(0, None))
     return figure

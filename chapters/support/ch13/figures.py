@@ -62,7 +62,7 @@ def plot_scales(sizes: np.ndarray, shift: int, errors: Mapping[str, Sequence[flo
     bins = np.arange(-48, 22, 2)
     left.axvspan(-24, -14, color=PAPER, zorder=0)
     left.axvspan(-14, 16, color=GREY, alpha=0.3, zorder=0, linewidth=0)
-    for values, colour, label in ((sizes, VERMILION, "as they are"), (sizes + shift, BLUE, f"times $2^{{{shift}}}$")):
+    for values, colour, label in ((sizes, INK, "as they are"), (sizes + shift, GREEN, f"times $2^{{{shift}}}$")):
         shares = 100 * np.histogram(values, bins)[0] / len(values)
         left.stairs(shares, bins, color=colour, linewidth=1.8, label=label)
     left.margins(y=0.35)
@@ -132,20 +132,28 @@ def plot_losses(runs: Mapping[str, Sequence[float]], window: int) -> Picture:
         steps = np.arange(window, len(losses) + 1)
         for axes, start in ((left, 0), (right, 2 * len(means) // 3)):
             axes.plot(steps[start:], means[start:], color=colour, linewidth=width, linestyle=line, label=name)
-    for axes, title in ((left, "loss"), (right, "the last third")):
-        finish(axes, title, xlabel="step")
+    for axes, title in ((left, "loss, all steps"), (right, "loss, the last third")):
+        finish(axes, title, xlabel="step", ylabel=f"mean loss of the last {window} steps")
     left.legend(frameon=False, fontsize=8)
     return figure
 
 
-def plot_roundoff(sizes: np.ndarray, errors: Mapping[str, np.ndarray]) -> Picture:
-    """Plot the largest relative rounding error of formats over the size of what is rounded; nan: out of range."""
+def plot_roundoff(powers: np.ndarray, errors: Mapping[str, np.ndarray], largest: Mapping[str, float]) -> Picture:
+    """Plot the largest relative rounding error of formats over the size of what is rounded, to the largest value.
+
+    errors: for each format one of the values from each power of two to the next; nan: out of range.
+    """
     figure = picture(7.2, 3.1)
     axes = figure.add_subplot()
     for (name, values), colour in zip(errors.items(), LINES, strict=False):
-        axes.plot(sizes, values, color=colour, linewidth=2, label=name)
+        edges = np.minimum([*powers, powers[-1] + 1], np.log2(largest[name]))
+        axes.stairs(values, edges, baseline=None, color=colour, linewidth=2, label=name)
     axes.set_yscale("log", base=2)
-    axes.set(xlabel="log2 of the value", ylabel="largest relative error", xlim=(sizes[0], sizes[-1]))
+    axes.set(
+        xlabel="log2 of the value, a step for each power of two",
+        ylabel="largest relative error",
+        xlim=(powers[0], powers[-1] + 1),
+    )
     axes.legend(frameon=False, fontsize=8, ncols=2)
     tidy(axes)
     return figure

@@ -19,13 +19,14 @@ Found = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]  # by precisio
 def plot_drift(rates: Mapping[str, Found], steps: Sequence[int], limits: Mapping[str, Sequence[float]]) -> Picture:
     """Plot the gradient's difference to one device over steps: a band of right layouts for each precision.
 
+    The grey zone is at step 1 alone: later the drift of right layouts is as large.
     One panel for each learning rate; limits: by precision, what counts as equal in each of the steps.
     """
     figure = picture(8.0, 3.6)
     panels = figure.subplots(1, len(rates), sharey=True)
     for axes, (rate, found) in zip(panels, rates.items(), strict=True):
-        axes.axhspan(1e-2, 10, color=PAPER, zorder=0)
-        axes.text(1.1, 4.5, "here a mistake begins", fontsize=8, va="center")
+        axes.add_patch(Rectangle((0.8, 1e-2), 0.5, 10, facecolor=PAPER, zorder=0))
+        axes.text(1.4, 4.5, "grey: where a mistake is at step 1", fontsize=8, va="center")
         for dtype, colour in COLOURS.items():
             if dtype not in found:
                 continue
@@ -33,10 +34,11 @@ def plot_drift(rates: Mapping[str, Found], steps: Sequence[int], limits: Mapping
             axes.fill_between(steps, low, high, color=colour, alpha=0.35, linewidth=0)
             axes.plot(steps, high, color=colour, linewidth=1.8, marker="o", markersize=3, label=SHORT[dtype])
             axes.plot(steps, limits[dtype], color=colour, linewidth=1.0, linestyle="--")
-        axes.set(xscale="log", yscale="log", xlabel="step, counted from 1", ylim=(1e-17, 10))
+        axes.set(xscale="log", yscale="log", xlabel="step, counted from 1", xlim=(0.8, 125), ylim=(1e-17, 10))
         axes.set_xticks(steps, [str(step) for step in steps])
         axes.minorticks_off()
-        axes.set_title(f"learning rate {rate}", fontsize=9, loc="left")
+        without = "".join(f", without {SHORT[dtype]}" for dtype in COLOURS if dtype not in found)
+        axes.set_title(f"learning rate {rate}{without}", fontsize=9, loc="left")
         tidy(axes)
     panels[0].set_ylabel("difference of the gradient\nto one device, relative")
     handles, labels = panels[0].get_legend_handles_labels()
@@ -117,6 +119,7 @@ def plot_eighteen(found: Found, published: Mapping[str, Sequence[float]], at: Se
 def plot_judge(differences: Mapping[str, tuple[float, float]], ratio: float) -> Picture:
     """Plot each run's difference in float32 against that in float64: a mistake is on the diagonal.
 
+    Runs whose points cannot be told apart share a label.
     ratio: the epsilon of float32 / that of float64.
     """
     figure = picture(5.6, 4.0)
@@ -126,45 +129,69 @@ def plot_judge(differences: Mapping[str, tuple[float, float]], ratio: float) -> 
     axes.plot(ends, ends / ratio, color=INK, linewidth=1, linestyle="--")
     axes.text(2e-7, 2e-3, "equally large: a mistake", fontsize=8.5, ha="left", va="bottom")
     axes.text(3e-6, 3e-15, "smaller by the ratio of\nthe epsilons: rounding", fontsize=8.5, ha="left", va="top")
-    ordered = sorted(differences.items(), key=lambda item: item[1])
-    for place, (name, (narrow, wide)) in enumerate(ordered):
-        axes.plot(narrow, wide, "o", color=BLUE, markersize=6)
-        offset = (-4, 7) if place % 2 else (-4, -16)  # neighbours on two sides of the line
-        axes.annotate(name, (narrow, wide), xytext=offset, textcoords="offset points", fontsize=10, weight="bold")
+    spots: list[tuple[list[str], tuple[float, float]]] = []
+    for name, spot in sorted(differences.items(), key=lambda item: item[1]):
+        if spots and np.allclose(spot, spots[-1][1], rtol=0.05, atol=0):
+            spots[-1][0].append(name)
+        else:
+            spots.append(([name], spot))
+    for place, (names, spot) in enumerate(spots):
+        axes.plot(*spot, "o", color=BLUE, markersize=6)
+        offset, side = ((4, 7), "right") if place % 2 else ((-4, -16), "left")  # neighbours on two sides of the line
+        look = {"textcoords": "offset points", "ha": side, "fontsize": 10, "weight": "bold"}
+        axes.annotate(", ".join(sorted(names)), spot, xytext=offset, **look)
     axes.set(xscale="log", yscale="log", xlim=(1e-8, 30), ylim=(1e-17, 300))
     axes.set(xlabel="largest difference in float32, relative", ylabel="the same in float64")
     tidy(axes)
     return figure
 
 
-CHECKS = (
-    ("Are the weights before step 1 equal?", "no", "each rank drew its own: start from one file"),
-    ("Is the loss of step 1 equal?", "no", "forward: data, positions, masks, sums of tp and cp"),
-    ("Is the gradient of step 1 equal?", "no", "backward: factor = a size of the layout? which parameters?"),
-    ("Is the norm of step 1 equal?", "no", "the norm's sum over pp, tp, dp, experts"),
-    ("Is the update of step 1 equal?", "no", "rate, decay, clipping, optimizer state, masters"),
-    ("Does a later step begin to differ?", "abruptly", "warm-up, zero_grad, clipping, overflow, resume"),
-    ("Is it as large in float64?", "no", "rounding, and your run amplifies it"),
+Check = tuple[str, Mapping[str, str], str]  # a question, what some answers mean, and the answer that leads on
+CHECKS: tuple[Check, ...] = (
+    ("Are the weights before step 1 equal?", {"no": "each rank drew its own: start from one file"}, "yes"),
+    ("Is the loss of step 1 equal?", {"no": "forward: data, positions, masks, sums of tp and cp"}, "yes"),
+    ("Is the gradient of step 1 equal?", {"no": "backward: factor = a size of the layout? which parameters?"}, "yes"),
+    ("Is the norm of step 1 equal?", {"no": "the norm's sum over pp, tp, dp, experts"}, "yes"),
+    ("Is the update of step 1 equal?", {"no": "rate, decay, clipping, optimizer state, masters"}, "yes"),
+    (
+        "How do later steps begin to differ?",
+        {
+            "not at all": "equal within rounding, no mistake is seen",
+            "at once": "warm-up, zero_grad, clipping, overflow, resume",
+        },
+        "slowly",
+    ),
+    (
+        "Is the difference as large in float64?",
+        {"yes": "a mistake: look at the first step that differs", "no": "rounding, and your run amplifies it"},
+        "",
+    ),
 )
 
 
-def draw_checks(checks: Sequence[tuple[str, str, str]] = CHECKS) -> Picture:
-    """Draw the order of the checks: questions from top to bottom, and what the first "no" means."""
-    figure = picture(8.0, 0.5 * len(checks) + 0.3)
+def draw_checks(checks: Sequence[Check] = CHECKS) -> Picture:
+    """Draw the order of the checks: questions from top to bottom, and what each answer means or leads to."""
+    rows = sum(len(meanings) for _, meanings, _ in checks)
+    figure = picture(8.0, 0.5 * rows + 0.3)
     axes = figure.add_subplot()
-    for row, (question, answer, meaning) in enumerate(checks):
-        box(axes, 0.0, row, 4.2, question, BLUE, "white")
-        axes.annotate("", (5.1, row), (4.2, row), arrowprops={"arrowstyle": "->", "color": INK})
-        axes.text(4.65, row - 0.12, answer, fontsize=8, ha="center", va="bottom")
-        box(axes, 5.1, row, 6.4, meaning, ORANGE, INK)
-        if row + 1 < len(checks):
-            axes.annotate("", (0.6, row + 0.7), (0.6, row + 0.32), arrowprops={"arrowstyle": "->", "color": INK})
-    axes.set(xlim=(-0.1, 11.6), ylim=(len(checks) - 0.5, -0.6))
+    arrow = {"arrowstyle": "->", "color": INK}
+    top = 0
+    for question, meanings, onward in checks:
+        box(axes, 0.0, top, 4.2, question, BLUE, "white", len(meanings))
+        for row, (answer, meaning) in enumerate(meanings.items(), top):
+            axes.annotate("", (5.1, row), (4.2, row), arrowprops=arrow)
+            axes.text(4.65, row - 0.12, answer, fontsize=8, ha="center", va="bottom")
+            box(axes, 5.1, row, 6.4, meaning, ORANGE, INK)
+        top += len(meanings)
+        if onward:
+            axes.annotate("", (0.6, top - 0.3), (0.6, top - 0.68), arrowprops=arrow)
+            axes.text(0.75, top - 0.5, onward, fontsize=8, va="center")
+    axes.set(xlim=(-0.1, 11.6), ylim=(rows - 0.5, -0.6))
     axes.axis("off")
     return figure
 
 
-def box(axes: Axes, x: float, y: float, width: float, text: str, colour: str, ink: str) -> None:
-    """Draw a text in a box that begins at x and has its middle at y."""
-    axes.add_patch(Rectangle((x, y - 0.32), width, 0.64, facecolor=colour, edgecolor="none"))
-    axes.text(x + 0.12, y, text, fontsize=8.5, color=ink, va="center")
+def box(axes: Axes, x: float, y: float, width: float, text: str, colour: str, ink: str, rows: int = 1) -> None:
+    """Draw a text in a box of one or more rows that begins at x and has the middle of its first row at y."""
+    axes.add_patch(Rectangle((x, y - 0.32), width, rows - 0.36, facecolor=colour, edgecolor="none"))
+    axes.text(x + 0.12, y + (rows - 1) / 2, text, fontsize=8.5, color=ink, va="center")

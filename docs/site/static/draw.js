@@ -142,29 +142,43 @@ export const rankLegend = (ranks) =>
     [`rank ${r}${["", ", dashed", ", dotted"][Math.floor(r / LINES.length)]}`, LINES[r % LINES.length]]));
 export const kindLegend = (kinds) => legend(kinds.map((kind) => [`${kind}: ${KIND_NAMES[kind]}`, COLOURS[kind]]));
 
-// A horizontal bar for each {name, parts: {kind: amount}, mark}, with its sum in words; `limit` draws a line across.
+// A horizontal bar for each {name, parts: {kind: amount}, mark}, below its name and its sum in words; `limit` draws a
+// line across. Lengths are shares of the width, and letters keep their size, so that a phone shows all of it.
 export function bars(entries, write, limit = 0) {
-  const [row, left, right] = [30, 80, 90];
-  const svg = picture(entries.length * row + (limit ? 20 : 4), "bars");
+  const [row, title, high] = [48, 17, 24];
+  const [start, across] = [0.2, 99.4]; // percent: the edges of boxes have room
+  const bottom = entries.length * row;
+  const svg = element("svg:svg", { width: "100%", height: bottom + (limit ? 16 : 0), role: "img", "aria-label": "bars",
+    class: "explorer-picture bars" });
   const sums = entries.map(({ parts }) => Object.values(parts).reduce((sum, part) => sum + part, 0));
-  const scale = (WIDTH - left - right) / Math.max(...sums, limit, 1e-300);
-  entries.forEach(({ name, parts, mark }, index) => {
-    const y = index * row + 2;
-    const weight = { "font-weight": mark ? "bold" : "normal" };
-    svg.append(text(left - 8, y + row / 2 + 2, name, { "text-anchor": "end", ...weight }));
-    let x = left;
+  const scale = across / Math.max(...sums, limit, 1e-300);
+  const ofWidth = (amount) => `${amount}%`;
+  entries.forEach(({ parts }, index) => {
+    const y = index * row;
+    let x = start;
     for (const [kind, part] of Object.entries(parts)) {
-      const area = { x, y, width: part * scale, height: row - 6, fill: COLOURS[kind] };
+      const area = { x: ofWidth(x), y: y + title, width: ofWidth(part * scale), height: high, fill: COLOURS[kind] };
       svg.append(box(area, element("svg:title", {}, `${kind}: ${write(part)}`)));
       x += part * scale;
     }
-    svg.append(text(x + 8, y + row / 2 + 2, write(sums[index]), weight));
   });
   if (limit) {
-    const x = left + limit * scale;
-    const bottom = entries.length * row;
-    svg.append(line(x, 0, x, bottom, { stroke: "#D55E00", "stroke-width": 2 }));
-    svg.append(text(x, bottom + 14, `memory of a GPU: ${write(limit)}`, { "text-anchor": "middle" }));
+    const x = start + limit * scale;
+    const anchor = x < 35 ? "start" : x > 65 ? "end" : "middle";
+    svg.append(
+      line(ofWidth(x), 0, ofWidth(x), bottom, { stroke: "#D55E00", "stroke-width": 2 }),
+      text(ofWidth(x), bottom + 12, `memory of a device: ${write(limit)}`, { "text-anchor": anchor, "font-size": 14 }));
   }
+  entries.forEach(({ name, mark }, index) => {
+    const look = { "font-size": 14, "font-weight": mark ? "bold" : "normal", class: "bar-words" };
+    svg.append(text(0, index * row + 12, `${name}: ${write(sums[index])}`, look));
+  });
   return svg;
+}
+
+// A picture that scrolls sideways where the page is narrower, and a line that says so there.
+export function scrolling(svg) {
+  return element("div", { class: "explorer-wide" },
+    element("p", { class: "explorer-hint" }, "The picture scrolls sideways."),
+    element("div", { class: "scrolls", tabindex: 0 }, svg));
 }

@@ -4,7 +4,7 @@ import { actionText, halvesOf, measure, survey } from "./actions.js";
 import { check } from "./check.js";
 import { cellsOf, compact, csvOf, parse } from "./csv.js";
 import { chipBoard } from "./chips.js";
-import { activationsPlot, element, kindLegend, rankLegend, timeline } from "./draw.js";
+import { activationsPlot, element, kindLegend, rankLegend, scrolling, timeline } from "./draw.js";
 import { choice, explorer, lines, real, whole } from "./forms.js";
 import { heading, paragraph, percent, short, strong, table } from "./forms.js";
 import { grade10, grade11, grade26 } from "./grade.js";
@@ -70,10 +70,10 @@ function pictures(lists, report, settings) {
       card("", percent(found.bubble), `bubble: idle / total (${settings.name}: ${percent(start.bubble)})`),
       card("", most(found.peaks, share),
         `activations alive at most on a rank (${settings.name}: ${most(start.peaks, start.share)})`)),
-    timeline({ ...found, marked }), kindLegend(["F", "B", "I", "W"].filter((kind) => kinds.has(kind))),
+    scrolling(timeline({ ...found, marked })), kindLegend(["F", "B", "I", "W"].filter((kind) => kinds.has(kind))),
     ...readingWords(1 / share, rows), pathWords(path, total),
     heading("Activations alive"),
-    activationsPlot({ ...found, stages: 1 / share }), rankLegend(lists.length),
+    scrolling(activationsPlot({ ...found, stages: 1 / share })), rankLegend(lists.length),
     table(["rank", ...lists.map((_, rank) => rank)], [
       ["activations at most", ...scaled(report.activations)],
       ["I without its W at most", ...scaled(report.weightGradients)],

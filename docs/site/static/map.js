@@ -7,10 +7,12 @@ const upTo = (count) => Array.from({ length: count }, (_, k) => k);
 const ALL = upTo(DEVICES);
 const part = (device) => [device];
 const whole8 = () => ALL;
+const quarter = (device) => ALL.slice(2 * (device % 4), 2 * (device % 4) + 2);
 const halfBy = (bit) => (device) => ALL.slice(4 * ((device >> bit) & 1), 4 * ((device >> bit) & 1) + 4);
 
 // For each strategy the parts of 8 that a device holds: samples and tokens of the batch, layers and columns of the
-// model, and parts of the optimizer's state. `columns` of ep are experts: attention is whole on every device.
+// model, and parts of the optimizer's state. `columns` and `state` of ep are those of the experts: attention, and its
+// optimizer state, is whole on every device.
 // links: ring (to the next device, and from the last to the first), line (there and back), all, or cube.
 export const STRATEGIES = {
   "one device": {
@@ -46,13 +48,13 @@ export const STRATEGIES = {
   ep: {
     title: "Expert parallelism", cuts: "the batch and the experts: each device has some experts of each layer",
     sends: "tokens to their experts and results back, in every layer", chapter: "12_experts", links: "all",
-    holds: { samples: part, tokens: whole8, layers: whole8, columns: part, state: whole8 },
+    holds: { samples: part, tokens: whole8, layers: whole8, columns: part, state: part },
   },
   "dp x tp x pp": {
     title: "All at once: 2 x 2 x 2", cuts: "the batch, every layer and the stack of layers, each in two",
     sends: "all three: sums in layers, activations between stages, gradients between copies",
     chapter: "09_3d_parallel", links: "cube",
-    holds: { samples: halfBy(2), tokens: whole8, layers: halfBy(1), columns: halfBy(0), state: halfBy(0) },
+    holds: { samples: halfBy(2), tokens: whole8, layers: halfBy(1), columns: halfBy(0), state: quarter },
   },
 };
 
@@ -120,15 +122,16 @@ function drawDevice({ holds, links, only = DEVICES }, isExperts, device, columns
   group.append(caption(x + 7, y + 14, `device ${device}`, 11));
   if (device >= only) return group;
   const held = Object.fromEntries(Object.entries(holds).map(([kind, parts]) => [kind, parts(device)]));
+  const isAttention = (row) => isExperts && row % 2 === 0; // every second row of layers, and of their state
   const left = x + 8;
   const right = x + 72;
   group.append(
     caption(left, y + 30, "batch"), caption(right, y + 30, "layers"),
     ...grid(left, y + 35, 8, 8, (r, c) => held.samples.includes(r) && held.tokens.includes(c), COLOUR.batch),
-    ...grid(right, y + 35, 8, 8, (r, c) => held.layers.includes(r) && (isExperts && r % 2 === 0
-      ? true : held.columns.includes(c)), COLOUR.model),
+    ...grid(right, y + 35, 8, 8, (r, c) => held.layers.includes(r) && (isAttention(r)
+      || held.columns.includes(c)), COLOUR.model),
     caption(left, y + 100, "optimizer state"),
-    ...grid(left, y + 105, 2, 16, (r, c) => held.state.includes(Math.floor(c / 2)), COLOUR.state),
+    ...grid(left, y + 105, 2, 16, (r, c) => isAttention(r) || held.state.includes(Math.floor(c / 2)), COLOUR.state),
   );
   return group;
 }

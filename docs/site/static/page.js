@@ -1,7 +1,7 @@
 // The explorers of schedules and of ZeRO's memory.
 
 import { halvesOf } from "./actions.js";
-import { COLOURS, activationsPlot, bars, kindLegend, legend, rankLegend, timeline } from "./draw.js";
+import { COLOURS, activationsPlot, bars, kindLegend, legend, rankLegend, scrolling, timeline } from "./draw.js";
 import { bytes, heading, headline, paragraph, percent, short, strong, table } from "./forms.js";
 import { choice, explorer, real, whole, yes } from "./forms.js";
 import { PRECISIONS, STAGES, formula, modelState, value } from "./memory.js";
@@ -26,11 +26,11 @@ function showSchedule(settings) {
   const overlap = name === "dualpipev" ? paragraph("A box in two halves is a pair: a forward and a backward at once, "
     + "each of which communicates while the other computes.") : "";
   return [
-    numbers, framed, overlap, timeline(found), kindLegend(kinds),
+    numbers, framed, overlap, scrolling(timeline(found)), kindLegend(kinds),
     heading("Activations alive"),
     paragraph("From the start of a forward to the end of its backward (B, or I), in activations of all layers of a "
       + "rank for one microbatch."),
-    activationsPlot(found), rankLegend(p),
+    scrolling(activationsPlot(found)), rankLegend(p),
     table(["rank", ...peaks.map((_, rank) => rank)], [["peak", ...peaks.map((peak) => short(peak / stages))]]),
   ];
 }
@@ -77,5 +77,5 @@ explorer("memory-explorer", [
   choice("precision", "precision", Object.keys(PRECISIONS)),
   choice("stage", "ZeRO stage", STAGES, 1),
   yes("accumulating", "gradients add up over microbatches before they are reduced"),
-  real("limit", "memory of a GPU (GB; 0: none)", 80, 0, 1e4),
+  real("limit", "memory of a device (GB; 0: none)", 80, 0, 1e4),
 ], showState);

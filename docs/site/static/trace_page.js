@@ -237,7 +237,7 @@ function openViewer(place) {
     }
     const entries = Object.entries(colours).map(([name, colour]) => [legendOf(name), colour]);
     colourWords.replaceChildren(legend(entries), element("p", {}, "Grey in a rank's first row: it does not compute. "
-      + "Pale and hatched: it waits for messages. Dotted: where steps begin and end."));
+      + "Faint and hatched: it waits for messages. Dotted: where steps begin and end."));
     if (!state.slice) details.replaceChildren("No bar is chosen.");
     else {
       const { panel, row, slice } = state.slice;

@@ -57,7 +57,7 @@ function barWords(name, row, wide) {
   return choices.find((each) => each.length * letter + 4 <= wide);
 }
 
-// The bars of a row, with what is pale in front of them, and the words in them.
+// The bars of a row, with what is faint in front of them, and the words in them.
 function drawBars(row, scale, colours, pattern) {
   const bars = [];
   const names = [];
@@ -74,9 +74,9 @@ function drawBars(row, scale, colours, pattern) {
     const area = { y: row.y, height: row.height };
     bars.push(element("svg:rect", { x, width: wide, ...area, fill, stroke: edgeFor(fill), "stroke-width": 0.6 }));
     const waited = Math.min(scale.x(slice.start + slice.wait), scale.right) - x;
-    const isPale = waited >= HATCHED_FROM;
-    if (isPale) waits.push(element("svg:rect", { x, width: waited, ...area, fill: `url(#${pattern})` }));
-    const free = isPale ? x + waited : x;
+    const isFaint = waited >= HATCHED_FROM;
+    if (isFaint) waits.push(element("svg:rect", { x, width: waited, ...area, fill: `url(#${pattern})` }));
+    const free = isFaint ? x + waited : x;
     const content = barWords(slice.name, row, end - free);
     if (content !== undefined) {
       const look = { "font-size": row.height > 15 ? 11 : 9.5, fill: inkOn(fill), "text-anchor": "middle" };
@@ -143,8 +143,8 @@ function definitions(id, height, right) {
   const area = { x: LABELS, y: 0, width: right - LABELS, height };
   const hatch = element("svg:pattern", { id: `${id}-wait`, width: 6, height: 6, patternUnits: "userSpaceOnUse",
     patternTransform: "rotate(45)" });
-  hatch.append(element("svg:rect", { width: 6, height: 6, fill: "white", "fill-opacity": 0.75 }),
-    element("svg:rect", { width: 1, height: 6, fill: "#777777" }));
+  hatch.append(element("svg:rect", { width: 6, height: 6, class: "trace-faint" }),
+    element("svg:rect", { width: 1, height: 6, class: "trace-hatch" }));
   const head = element("svg:marker", { id: `${id}-head`, viewBox: "0 0 10 10", refX: 9, refY: 5, markerWidth: 6,
     markerHeight: 6, orient: "auto" }, element("svg:path", { d: "M 0 0 L 10 5 L 0 10 z", fill: "currentColor" }));
   const clip = element("svg:clipPath", { id: `${id}-area` }, element("svg:rect", area));

@@ -3,29 +3,26 @@
 `recorded/calibration.json` holds what the third edition's `mpirun -n 8 python -m minipar.bench machine` and `layouts`
 measured on a quiet machine with 2 cores: the constants, and 28 layouts of one model. What the planner says of them is
 computed here; measuring again is the bench's business, since no timed test is a test. Memory is measured here.
+
+The picture of the record: PYTHONPATH=. python tests/release/plan/test_calibrated.py visualize/gallery/layouts.png
 """
 
 import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from minipar.bench import layouts as bench
 from minipar.bench.costs import PIECES, Machine
-from minipar.bench.layouts import (
-    LAYOUTS,
-    RECORDED,
-    agreement,
-    framework_of,
-    layout_of,
-    predict,
-    runs_of,
-    shape_of,
-)  # fmt: skip
 from minipar.bench.pipeline import random_tokens
 from minipar.comm import DeviceMesh, Network, run_local
 from minipar.memory import MemoryLedger
 from minipar.plan.rank_bytes import memory
 from minipar.train.trainer import Trainer
+from visualize import plot_agreement
+from visualize.style import save
 
 RECORD = json.loads((Path(__file__).parent / "recorded" / "calibration.json").read_text())
 
@@ -39,14 +36,15 @@ def machine_of(constants):
 def predicted_rows(machine):
     sizes = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in RECORD["model"].items())
     rows = []
-    for row, args in zip(RECORD["layouts"], runs_of(sizes, 8), strict=True):
-        time, held = predict(args, machine)
-        rows.append(row | {"predicted_seconds": time.total, "predicted_bytes": held.total})
+    for row, args in zip(RECORD["layouts"], bench.runs_of(sizes, 8), strict=True):
+        time, held = bench.predict(args, machine)
+        measured = bench._row(args, np.array([row["seconds"]]), row["peak_bytes"])
+        rows.append(measured | {"predicted_seconds": time.total, "predicted_bytes": held.total})
     return rows
 
 
 def test_step_times_agree_within_20_percent_and_in_order():
-    result = agreement(predicted_rows(machine_of(RECORD["constants"])))
+    result = bench.agreement(predicted_rows(machine_of(RECORD["constants"])))
     assert result.largest < 0.20 and result.median < 0.10 and result.spearman >= 0.9
     assert result.memory_largest < 0.10
 
@@ -55,22 +53,28 @@ def test_step_times_agree_within_20_percent_and_in_order():
 def test_with_a_constant_wrong_by_four_they_disagree(wrong):
     """The claim above can fail."""
     constants = RECORD["constants"] | {wrong: RECORD["constants"][wrong] * (0.25 if wrong[:5] == "flops" else 4)}
-    result = agreement(predicted_rows(machine_of(constants)))
+    result = bench.agreement(predicted_rows(machine_of(constants)))
     assert result.largest > 0.20
 
 
-@pytest.mark.parametrize("which", range(len(LAYOUTS)), ids=[flags or "one device" for flags in LAYOUTS])
+@pytest.mark.parametrize("which", range(len(bench.LAYOUTS)), ids=[flags or "one device" for flags in bench.LAYOUTS])
 def test_memory_is_within_10_percent_of_the_ledger(which):
     sizes = "--layers 8 --hidden 64 --heads 8 --seq-len 32 --vocab-size 64 --global-batch 32"
-    args = runs_of(sizes, 8)[which]
+    args = bench.runs_of(sizes, 8)[which]
 
     def peak(comm):
         ledger = MemoryLedger()
         with ledger.recording():
             trainer = Trainer(args, DeviceMesh(comm, tp=args.tp, pp=args.pp), random_tokens(args))
-            for step in range(RECORDED):
+            for step in range(bench.RECORDED):
                 trainer.step(step)
         return ledger.peak
 
-    predicted = memory(shape_of(args), layout_of(args), 32, framework_of(args)).total
-    assert predicted == pytest.approx(max(run_local(layout_of(args).gpus, peak)), rel=0.10)
+    predicted = memory(bench.shape_of(args), bench.layout_of(args), 32, bench.framework_of(args)).total
+    assert predicted == pytest.approx(max(run_local(bench.layout_of(args).gpus, peak)), rel=0.10)
+
+
+if __name__ == "__main__":
+    compared = predicted_rows(machine_of(RECORD["constants"]))
+    save(plot_agreement(compared), sys.argv[1])
+    print(f"{len(compared)} layouts: {bench.agreement(compared)}")
