@@ -13,17 +13,17 @@
 # **How is one model trained by many machines?**
 #
 # Eight devices train one language model. They can divide the samples, the optimizer's memory, the matrices or the
-# layers. Each way takes 10 to 80 lines of NumPy and mpi4py, and all of them stand in one program of 330 lines,
+# layers. Each way takes 10 to 80 lines of NumPy and mpi4py, and all of them stand in one program of 330 lines of code,
 # [one_file.py](one_file.py). Each trains what one device trains, within rounding, and sends as many bytes as a formula
-# says. With ZeRO each device keeps only 130,944 of the optimizer's 1,047,552 bytes, and sends as much as without. At
-# the end of this chapter you can say of each strategy what it divides, what it sends, and when.
+# says. With ZeRO each device keeps only 130,944 of the optimizer's 1,047,552 bytes. At the end of this chapter you can
+# say of each strategy what it divides, what it sends, and when to use it.
 #
 # ![What each of eight devices holds under nine strategies, and what it sends](../visualize/gallery/strategies.png)
 #
 # *The whole course in one picture. A strip of eight full boxes says that every device has a copy. A staircase says that
 # each device has its own eighth.*
 #
-# What a device does not hold, it must be sent: the right part of the picture says what. This chapter is a walk through
+# What a device needs and others have must be sent: the right part of the picture says what. This chapter walks through
 # the program. Its cells up to 0.9, but for those that print a heading, are the program's lines, all of them and in
 # their order (a test keeps it so). They run on 1 to 8 ranks. The sections after that are deeper: they build autograd
 # and a GPT, and compare with the library, bit for bit.
@@ -83,10 +83,11 @@ if p > 8:
 #
 # *Core, 2 minutes.*
 #
-# A training step has samples, parameters, and two means that AdamW keeps for each parameter. Every strategy cuts one of
-# them. *Data parallelism* cuts the samples, and each rank has the whole model. *ZeRO* cuts what the optimizer keeps.
-# *Tensor parallelism* cuts each matrix, and a *pipeline* cuts the list of layers. What is cut exists once. What is not
-# cut exists on every rank. What a rank lacks, it must be sent in time, and that is the price of each way.
+# A training step has samples, parameters, gradients, and two means that AdamW keeps for each parameter. *Data
+# parallelism* cuts the samples, and each rank has the whole model. *ZeRO* cuts the samples and what the optimizer
+# keeps. *Tensor parallelism* cuts the matrices inside the layers, and a *pipeline* cuts the list of layers. What is cut
+# exists once. What is not cut exists on every rank. Each way has its price: the sums, parameters or results that a rank
+# needs and others have must be sent.
 #
 # ![What each of four ranks holds under four strategies](../visualize/gallery/four_strategies.png)
 #
@@ -119,8 +120,8 @@ h = 32  # elements of a vector
 contexts = np.stack([np.roll(tokens, C - place) for place in range(C)], axis=1)  # (N, C): the text goes round
 
 # %% [markdown]
-# Forward and backward stand side by side. The block is what the strategies below cut: two products, with a function of
-# each element alone between them.
+# Forward and backward stand side by side. The block is what tensor parallelism will cut: two products, with a function
+# of each element alone between them.
 
 
 # %% tags=["one-file"]
@@ -214,7 +215,8 @@ class Model:
 
 
 # %% [markdown]
-# The loss is a mean over *all* $N$ samples, even where a rank has only some of them: `cross_entropy` divides by $N$.
+# The loss is a mean over *all* $N$ samples. A rank may have only some of them: `cross_entropy` still divides by $N$, so
+# that the ranks' losses add up to the mean.
 
 
 # %% tags=["one-file"]
@@ -275,8 +277,9 @@ assert abs((above - below) / 2e-6 - slope) < 1e-7 * abs(slope), "the gradient is
 #
 # One device trains with AdamW. It is the judge: every way below has to train the same model. AdamW works on each
 # element alone and keeps two means for it. So it can be given any part of the parameters, and that is all ZeRO needs.
-# The two means are twice as large as the parameters here. In common training, where parameters and gradients have two
-# bytes, AdamW keeps twelve bytes for each parameter, of sixteen in all: the optimizer is the first thing to divide.
+# The two means are twice as large as the parameters here. In mixed precision, where parameters and gradients have two
+# bytes, the optimizer keeps both means and a copy of the parameters in four bytes each. That is twelve bytes for each
+# parameter, of sixteen in all: the optimizer is the first thing to divide.
 
 # %%
 say("0.3 One device")
@@ -318,8 +321,8 @@ for _ in range(STEPS):
 #
 # *Core, 9 minutes.*
 #
-# A rank can send an array and receive one. Both return at once, with a request to wait for. All that follows is written
-# from these two.
+# A rank can send an array and receive one. Both return at once, with a request to wait for. All that training sends
+# goes through these two.
 
 # %%
 say("0.4 A ring all-reduce\n")
@@ -347,14 +350,14 @@ def exchange(leaving, arriving, comm):
 # %% [markdown]
 # Every rank has an array, and all need the sum. Each of the $p$ ranks cuts its array into $p$ chunks. The sum of chunk
 # $c$ begins on rank $c+1$ and travels around the ring to rank $c$. Each rank on the way adds its part. That is a
-# *reduce-scatter*: rank $r$ has chunk $r$ of the sum. In $p-1$ more steps the finished chunks travel around the ring,
-# an *all-gather*. Each rank sends $2\frac{p-1}{p}$ of the array. No algorithm in which only
-# ranks add sends less in total (chapter 3).
+# *reduce-scatter*: rank $r$ has chunk $r$ of the sum. In $p-1$ more rounds the finished chunks travel around the ring,
+# an *all-gather*. Each rank sends $2\frac{p-1}{p}$ of the array, on average over the ranks. No algorithm sends less in
+# total, unless the network itself adds (chapter 3).
 #
 # Take four ranks, and follow chunk 0. Rank 1 sends its own chunk 0 to rank 2. Rank 2 adds its own and sends the sum of
 # two to rank 3, which sends the sum of three to rank 0. Rank 0 adds its own, and has the sum of four. The other chunks
 # travel at the same time, each one rank further on. So in every round each rank sends one chunk and receives one, and
-# no rank waits for another. Three rounds add, and three more hand the sums round.
+# none is idle. Three rounds add, and three more pass the sums on.
 #
 # ![Four ranks in a ring send one chunk per round](../visualize/gallery/ring_all_reduce.gif)
 #
@@ -403,10 +406,10 @@ assert world.allreduce(sum(sent)) == 2 * (p - 1) * mine.nbytes, "all_reduce send
 
 # %% [markdown]
 # Each way below ends in a row of one table: first and last loss, the largest difference from one device in any loss or
-# parameter, and the bytes sent, which must equal a formula (`==`). The function that prints a row, or ends the program,
-# is folded. A difference of about 1e-15 is rounding: the same terms were added in another order. A mistake of meaning,
-# such as a mean over the wrong count, is visible in the first few digits. In float64 more than ten digits lie between
-# the two, so one bound, 1e-12, decides.
+# parameter, the bytes sent, and what rank 0 holds. The program ends if the bytes of all ranks are not exactly those of
+# the formula. The function that prints a row is folded. A difference of about 1e-15 is rounding: the same terms were
+# added in another order. A mistake of meaning, such as a mean over the wrong count, is visible in the first few digits.
+# In float64 more than ten digits lie between the two, so one bound, 1e-12, decides.
 
 
 # %% tags=["one-file", "hide-input"]
@@ -464,7 +467,7 @@ for _ in range(STEPS):
     reduce_scatter(model.gradient)
     all_gather(model.gradient)  # these two lines are an all-reduce
     adam.step()
-    losses.append(world.allreduce(loss))  # only to be printed, so not counted
+    losses.append(world.allreduce(loss))  # only for the table, so not counted
 data_parallel = model.parameters
 held = f"{len(own(tokens))} of the {N} samples"
 prove("data parallelism", losses, model, judge.parameters, 2 * (p - 1) * Psi, "2(p-1)/p x 8 Psi", held)
@@ -478,12 +481,12 @@ prove("data parallelism", losses, model, judge.parameters, 2 * (p - 1) * Psi, "2
 # each element alone, so rank $r$ can update chunk $r$ of the parameters, with chunk $r$ of the two means. Then the
 # all-gather carries *updated parameters* in the place of gradients. Compare the loop with the one above: two lines have
 # changed places, and the all-gather has another argument. That answers the question of the first page: ZeRO 1 sends as
-# many bytes as data parallelism, and it gives the same bits. But each rank keeps the two means of $1/p$ of the $\Psi$
-# parameters only.
+# many bytes as data parallelism, and it gives the same bits. But AdamW is given `own(...)`, so each rank keeps the two
+# means of $1/p$ of the $\Psi$ parameters only.
 #
 # This is stage 1. Stage 2 keeps only chunk $r$ of the gradients, too, and sends the same. Stage 3 keeps only chunk $r$
-# of the parameters: a layer's parameters are gathered before its forward, and again before its backward. So it sends
-# one and a half times as much ([chapter 5](05_zero.ipynb)).
+# of the parameters. A layer is gathered for its forward, freed, and gathered again for its backward. With the
+# reduce-scatter these are three transfers in place of two, one and a half times as much ([chapter 5](05_zero.ipynb)).
 
 # %%
 say("\n0.6 ZeRO 1")
@@ -510,14 +513,16 @@ assert np.array_equal(zero.parameters, data_parallel), "ZeRO 1 does not have the
 #
 # All ranks have all samples, and each has a part of every block's matrices. Cut $W_1$ by columns: each rank computes
 # some columns of the activation, and tanh works on each element alone. Cut $W_2$ by the matching rows: each rank gets a
-# term of the result, and one sum adds the terms (*g* in NVIDIA's Megatron-LM). In backward it is the gradient of $x$
-# whose terms are added (*f*). Where one of the two sums in forward, the other sums in backward: they are *conjugate*.
-# Attention is cut in the same way, by heads.
+# term of the result, and one sum adds the terms. In backward it is the gradient of $x$ whose terms are added. NVIDIA's
+# Megatron-LM gives the two places names: at *g* forward sums and backward does nothing, at *f* backward sums and
+# forward does nothing. They are *conjugate*. Attention is cut in the same way, by heads. The embedding and the head
+# stay whole here; chapter 6b cuts them, too.
 #
 # Why columns first? If $W_1$ were cut by rows, each rank would have a term of $x W_1$. The tanh of a sum is not the sum
 # of the tanhs, so the terms would have to be added before it, and once more after $W_2$. Columns first needs one sum
-# for two products. Still, a block sends two sums of $N h$ elements in each step, and the next product waits for each
-# of them. So tensor parallelism belongs on the fastest wire, between the devices of one host.
+# for two products. Still, a block needs two sums of $N h$ elements in each step, and the next product waits for each
+# of them. The bytes look few here, but $N h$ grows with the samples, and $\Psi$ does not. So tensor parallelism belongs
+# on the fastest wire, between the devices of one host.
 
 # %%
 say("\n0.7 Tensor parallelism")
@@ -573,9 +578,9 @@ prove("tensor parallelism", losses, model, expected, 2 * (p - 1) * summed, "2(p-
 # and drains, ranks wait: $\frac{p-1}{m+p-1}$ of the step is the *bubble*, so $m$ should be large. On 8 ranks it is 30 %
 # with 16 microbatches, and 10 % with 64. A message is a microbatch of $h$ elements per sample, and it goes to one
 # neighbour: no other way here sends so little. So a pipeline can cross the slowest wire, between hosts. GPipe runs all
-# forwards, then all backwards, and rank 0 keeps the activations of $m$ microbatches. 1F1B runs one forward for each
-# rank that comes after this one, then one forward and one backward in turn, then the backwards that are left.
-# **Predict**: how many does rank 0 keep then?
+# forwards, then all backwards, and each rank keeps the activations of $m$ microbatches. 1F1B (one forward, one
+# backward) runs one forward for each rank that comes after this one, then one forward and one backward in turn, then
+# the backwards that are left. The bubble is the same. **Predict**: how many microbatches does rank 0 keep then?
 #
 # ![1F1B on 8 ranks with 16 microbatches](../visualize/gallery/schedule_1f1b_8x16.png)
 #
@@ -669,9 +674,10 @@ for name, ahead, most in ("GPipe", m, m), ("1F1B", p - 1 - r, p - r):
 #
 # *Core, 5 minutes.*
 #
-# A rank has a place on each of three axes. Along an axis it works with the ranks that have its places on the other two.
-# Nothing changes in the functions above: a stage of split blocks runs the pipeline on its part of the samples, and ZeRO
-# 1 updates it.
+# A rank has a place on each of three axes, *pp*, *dp* and *tp*. Ranks that differ in one place alone are a group of
+# that axis: ranks 0 and 1 of *tp*, which should be neighbours on the fastest wire, 0 and 2 of *dp*, 0 and 4 of *pp*.
+# With fewer than 8 ranks some axes have size 1. Nothing changes in the functions above: a stage of split blocks runs
+# the pipeline on its part of the samples, and ZeRO 1 updates it over *dp*.
 
 # %%
 say("\n0.9 All at once")
@@ -718,17 +724,17 @@ for _ in range(N):
 say(f"\nAll are equal to one device. ZeRO 1 has learned by heart:\n\n{''.join(vocabulary[seen[C:]])}")
 
 # %% [markdown]
-# Every row of the table is below 1e-12, and no formula missed a byte. This is what to remember of each way:
+# Every difference in the table is below 1e-12, and no formula missed a byte. This is what to remember of each way:
 #
 # | | divides | a rank sends in a step | use it when |
 # | --- | --- | --- | --- |
-# | data parallelism | the samples | the gradients, summed: almost twice their bytes | the model fits on one device |
-# | ZeRO | what AdamW keeps; then gradients, parameters | as much; stage 3 half as much again | memory is short |
-# | tensor parallelism | each matrix | two sums of activations per block | layers are large, and the wire is fast |
-# | pipeline | the list of layers | one activation and its gradient per sample | the wire is slow, and $m$ is large |
+# | data parallelism | the samples | the sum of the gradients: almost twice their bytes | model and AdamW fit |
+# | ZeRO | samples and AdamW's means; then gradients, parameters | as much; stage 3 1.5 times it | little memory |
+# | tensor parallelism | the matrices of each block | two sums of $N h$ elements per block | large layers, fast wire |
+# | pipeline | the list of layers | $h$ elements per sample forward, as many back | slow wire, large $m$ |
 #
-# They are combined because none of them is enough: the number of samples, of columns and of layers ends each of them,
-# and each uses another wire. The chapters from 3 on build each way on plain arrays and then show how the library does
+# They are combined because none of them is enough: one runs out of samples, of columns or of layers to divide, and each
+# needs another kind of wire. The chapters from 3 on build each way on plain arrays and then show how the library does
 # it for a whole GPT.
 
 # %% [markdown]

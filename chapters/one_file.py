@@ -330,7 +330,7 @@ for _ in range(STEPS):
     reduce_scatter(model.gradient)
     all_gather(model.gradient)  # these two lines are an all-reduce
     adam.step()
-    losses.append(world.allreduce(loss))  # only to be printed, so not counted
+    losses.append(world.allreduce(loss))  # only for the table, so not counted
 data_parallel = model.parameters
 held = f"{len(own(tokens))} of the {N} samples"
 prove("data parallelism", losses, model, judge.parameters, 2 * (p - 1) * Psi, "2(p-1)/p x 8 Psi", held)
