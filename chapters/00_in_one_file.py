@@ -86,8 +86,7 @@ if p > 8:
 # A training step has samples, parameters, gradients, and two means that AdamW keeps for each parameter. *Data
 # parallelism* cuts the samples, and each rank has the whole model. *ZeRO* cuts the samples and what the optimizer
 # keeps. *Tensor parallelism* cuts the matrices inside the layers, and a *pipeline* cuts the list of layers. What is cut
-# exists once. What is not cut exists on every rank. Each way has its price: the sums, parameters or results that a rank
-# needs and others have must be sent.
+# exists once, and the rest exists on every rank.
 #
 # ![What each of four ranks holds under four strategies](../visualize/gallery/four_strategies.png)
 #
@@ -278,8 +277,8 @@ assert abs((above - below) / 2e-6 - slope) < 1e-7 * abs(slope), "the gradient is
 # One device trains with AdamW. It is the judge: every way below has to train the same model. AdamW works on each
 # element alone and keeps two means for it. So it can be given any part of the parameters, and that is all ZeRO needs.
 # The two means are twice as large as the parameters here. In mixed precision, where parameters and gradients have two
-# bytes, the optimizer keeps both means and a copy of the parameters in four bytes each. That is twelve bytes for each
-# parameter, of sixteen in all: the optimizer is the first thing to divide.
+# bytes, the optimizer keeps both means and a copy of the parameters in four bytes each. That is twelve of sixteen bytes
+# per parameter: the optimizer is the first thing to divide.
 
 # %%
 say("0.3 One device")
@@ -408,7 +407,7 @@ assert world.allreduce(sum(sent)) == 2 * (p - 1) * mine.nbytes, "all_reduce send
 # Each way below ends in a row of one table: first and last loss, the largest difference from one device in any loss or
 # parameter, the bytes sent, and what rank 0 holds. The program ends if the bytes of all ranks are not exactly those of
 # the formula. The function that prints a row is folded. A difference of about 1e-15 is rounding: the same terms were
-# added in another order. A mistake of meaning, such as a mean over the wrong count, is visible in the first few digits.
+# added in another order. A mistake of meaning, such as a mean over the wrong count, is visible in the first digits.
 # In float64 more than ten digits lie between the two, so one bound, 1e-12, decides.
 
 
@@ -521,7 +520,7 @@ assert np.array_equal(zero.parameters, data_parallel), "ZeRO 1 does not have the
 # Why columns first? If $W_1$ were cut by rows, each rank would have a term of $x W_1$. The tanh of a sum is not the sum
 # of the tanhs, so the terms would have to be added before it, and once more after $W_2$. Columns first needs one sum
 # for two products. Still, a block needs two sums of $N h$ elements in each step, and the next product waits for each
-# of them. The bytes look few here, but $N h$ grows with the samples, and $\Psi$ does not. So tensor parallelism belongs
+# of them. They look few here, but $N h$ grows with the samples. So tensor parallelism belongs
 # on the fastest wire, between the devices of one host.
 
 # %%
@@ -724,7 +723,7 @@ for _ in range(N):
 say(f"\nAll are equal to one device. ZeRO 1 has learned by heart:\n\n{''.join(vocabulary[seen[C:]])}")
 
 # %% [markdown]
-# Every difference in the table is below 1e-12, and no formula missed a byte. This is what to remember of each way:
+# This is what to remember of each way:
 #
 # | | divides | a rank sends in a step | use it when |
 # | --- | --- | --- | --- |
@@ -734,8 +733,7 @@ say(f"\nAll are equal to one device. ZeRO 1 has learned by heart:\n\n{''.join(vo
 # | pipeline | the list of layers | $h$ elements per sample forward, as many back | slow wire, large $m$ |
 #
 # They are combined because none of them is enough: one runs out of samples, of columns or of layers to divide, and each
-# needs another kind of wire. The chapters from 3 on build each way on plain arrays and then show how the library does
-# it for a whole GPT.
+# needs another kind of wire. Chapters 3 to 9 build each way for a whole GPT.
 
 # %% [markdown]
 # ## 0.10 A tensor that knows what it was computed from
