@@ -25,7 +25,7 @@
 #
 # What a device needs and others have must be sent: the right part of the picture says what. This chapter walks through
 # the program. Its cells up to 0.9, but for those that print a heading, are the program's lines, all of them and in
-# their order (a test keeps it so). They run on 1 to 8 ranks. The sections after that are deeper: they build autograd
+# their order. They run on 1 to 8 ranks. The sections after that are deeper: they build autograd
 # and a GPT, and compare with the library, bit for bit.
 #
 # This chapter can be read first, or last as a summary. It answers exercises [1](exercises/e01_ring_reduce_scatter.py),
@@ -406,7 +406,7 @@ assert world.allreduce(sum(sent)) == 2 * (p - 1) * mine.nbytes, "all_reduce send
 # %% [markdown]
 # Each way below ends in a row of one table: first and last loss, the largest difference from one device in any loss or
 # parameter, the bytes sent, and what rank 0 holds. The program ends if the bytes of all ranks are not exactly those of
-# the formula. The function that prints a row is folded. A difference of about 1e-15 is rounding: the same terms were
+# the formula. A difference of about 1e-15 is rounding: the same terms were
 # added in another order. A mistake of meaning, such as a mean over the wrong count, is visible in the first digits.
 # In float64 more than ten digits lie between the two, so one bound, 1e-12, decides.
 
