@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from minipar.backend import xp
-from minipar.nn.optim import AdamW
+from minipar.more.precision import MixedPrecisionAdamW
 from minipar.parallel.placement import placement_of
 from minipar.train.data import Batches
 from minipar.train.trainer import Trainer
@@ -117,7 +117,7 @@ def report_a_tenth_more(self, right, step):
     return right(step) * 1.1
 
 
-class LastMoment(AdamW):
+class LastMoment(MixedPrecisionAdamW):
     """One parameter is updated with the first moment of the step before; the moments themselves are right."""
 
     def update(self, i, parameter, gradient):
