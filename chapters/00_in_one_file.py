@@ -25,8 +25,8 @@
 #
 # What a device needs and others have must be sent: the right part of the picture says what. This chapter walks through
 # the program. Its cells up to 0.9, but for those that print a heading, are the program's lines, all of them and in
-# their order. They run on 1 to 8 ranks. The sections after that are deeper: they build autograd
-# and a GPT, and compare with the library, bit for bit.
+# their order. They run on 1 to 8 ranks. The sections after that are deeper: they build autograd and a GPT, and compare
+# with the library, bit for bit.
 #
 # This chapter can be read first, or last as a summary. It answers exercises [1](exercises/e01_ring_reduce_scatter.py),
 # [2](exercises/e02_all_reduce.py), [6](exercises/e06_zero1_step.py), [8](exercises/e08_column_row_layers.py) and
@@ -406,9 +406,9 @@ assert world.allreduce(sum(sent)) == 2 * (p - 1) * mine.nbytes, "all_reduce send
 # %% [markdown]
 # Each way below ends in a row of one table: first and last loss, the largest difference from one device in any loss or
 # parameter, the bytes sent, and what rank 0 holds. The program ends if the bytes of all ranks are not exactly those of
-# the formula. A difference of about 1e-15 is rounding: the same terms were
-# added in another order. A mistake of meaning, such as a mean over the wrong count, is visible in the first digits.
-# In float64 more than ten digits lie between the two, so one bound, 1e-12, decides.
+# the formula. A difference of about 1e-15 is rounding: the same terms were added in another order. A mistake of
+# meaning, such as a mean over the wrong count, is visible in the first digits. In float64 more than ten digits lie
+# between the two, so one bound, 1e-12, decides.
 
 
 # %% tags=["one-file", "hide-input"]
@@ -519,9 +519,9 @@ assert np.array_equal(zero.parameters, data_parallel), "ZeRO 1 does not have the
 #
 # Why columns first? If $W_1$ were cut by rows, each rank would have a term of $x W_1$. The tanh of a sum is not the sum
 # of the tanhs, so the terms would have to be added before it, and once more after $W_2$. Columns first needs one sum
-# for two products. Still, a block needs two sums of $N h$ elements in each step, and the next product waits for each
-# of them. They look few here, but $N h$ grows with the samples. So tensor parallelism belongs
-# on the fastest wire, between the devices of one host.
+# for two products. Still, a block needs two sums of $N h$ elements in each step, and the next product waits for each of
+# them. These are few elements here, but $N h$ grows with the samples. So tensor parallelism belongs on the fastest
+# wire, between the devices of one host.
 
 # %%
 say("\n0.7 Tensor parallelism")

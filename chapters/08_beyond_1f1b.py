@@ -438,11 +438,13 @@ for p, m in SIZES:
 if rank == 0:
     show(plot_schedules({name: lines[name] for name in ("1F1B", "ZB-H1", "ZB-H2", "ZB-V", "DualPipeV")}), "08_gallery")
     show(figures.plot_overlap(4, 16), "08_overlap")
-    for name, at_share in (("zbv", [1.0749, 1.0778, 1.73]), ("dualpipev", [1.0762, 1.0771, 1.28])):
+    times = {}
+    for name in ("zbv", "dualpipev"):
         shares = [Fraction(1, 16), Fraction(1, 15), Fraction(1)]  # x / (1 + x) of an F: 5.9 %, 6.25 % and a half
         durations = [ExchangeDurations(1 + x, 1 + x, 1, exchange=x) for x in shares]
-        times = [float(simulate(make(name, 4, 16), each).makespan / 96) for each in durations]
-        assert [*(round(time, 4) for time in times[:2]), round(times[2], 2)] == at_share
+        times[name] = [float(simulate(make(name, 4, 16), each).makespan / 96) for each in durations]
+    assert times["zbv"][0] < times["dualpipev"][0] and times["zbv"][1] > times["dualpipev"][1]
+    assert round(times["zbv"][2], 2) == 1.73 and round(times["dualpipev"][2], 2) == 1.28
 
 # %% [markdown]
 # ### The lists of ZB-V

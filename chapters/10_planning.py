@@ -980,19 +980,19 @@ if rank == 0:
 #
 # | name | in the picture | what it is |
 # | --- | --- | --- |
-# | `products` | products: part of the peak | of the data sheet, for a large product |
-# | `half_work` | products: work at half of that | operations of a product that reaches half of that speed |
-# | `copies` | copies: part of the bandwidth | of the memory, in the data sheet, for elementwise kernels |
-# | `links` | links: part of the bandwidth | of the data sheet, for messages |
-# | `cards` | links between hosts: part of that | what network cards leave of `links` |
-# | `forward_traffic` | bytes moved in forward | how often elementwise kernels move each byte that is kept |
+# | `products` | products: part of the peak | the share of the data sheet's FLOP/s that large products reach |
+# | `half_work` | products: work at half of that | the operations of a product that reaches half of that speed |
+# | `copies` | copies: part of the bandwidth | the share of the memory's bandwidth that elementwise kernels reach |
+# | `links` | links: part of the bandwidth | the share of a link's bandwidth that messages reach |
+# | `cards` | links between hosts: part of that | the share of `links` that network cards leave |
+# | `forward_traffic` | bytes moved in forward | the times that elementwise kernels move each byte that is kept |
 # | `backward_traffic` | bytes moved in backward | the same in backward |
-# | `update_traffic` | bytes moved by the optimizer | for each parameter |
-# | `all_reduce` | time of an all-reduce | how many reduce-scatters take as long |
-# | `alpha_inside` | latency inside a host | seconds of a message |
-# | `alpha_between` | latency between hosts | seconds of a message |
-# | `contention` | cost of hidden messages | seconds that computation loses for each second of communication behind it |
-# | `memory_used` | part of the memory used | of the data sheet; the rest is for libraries and fragmentation |
+# | `update_traffic` | bytes moved by the optimizer | the bytes for each parameter |
+# | `all_reduce` | time of an all-reduce | the reduce-scatters that take as long |
+# | `alpha_inside` | latency inside a host | the seconds of a message |
+# | `alpha_between` | latency between hosts | the seconds of a message |
+# | `contention` | cost of hidden messages | the seconds that computation loses for each second of messages behind it |
+# | `memory_used` | part of the memory used | the share that training can use; libraries and gaps take the rest |
 #
 # What moves neither time by 0.05 %, and changes no layout, is not drawn.
 #

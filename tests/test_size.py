@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # The most tokens of each part, without comments and docstrings. A limit is lowered when code leaves, and only raised
-# when code moves here from another part. The core's was raised by 640, for programs in Python on a GPU.
+# when code moves here from another part. The core's was raised by 700, for programs in Python on a GPU.
 PARTS = {"core": 51_360, "more": 16_410, "train": 9_500, "compare": 6_360, "plan": 21_400, "bench": 8_820}
 # The most files that the imports of a file reach, the most tokens in them, and how many of these are in parallel/.
 CLOSURES = {

@@ -239,7 +239,8 @@ def plot_agreement(rows: Sequence[dict[str, Any]]) -> Picture:
     time.errorbar(measured, places, xerr=spread, fmt="none", ecolor=BLUE, elinewidth=2.5, alpha=0.35)
     predicted = [1000 * row["predicted_seconds"] for row in rows]
     # A record may hold the medians alone: then no range is drawn, and none is named.
-    label = MEASURED if any(map(any, spread)) else MEDIANS
+    has_ranges = max(spread[0]) > 0 or max(spread[1]) > 0
+    label = MEASURED if has_ranges else MEDIANS
     _pairs(time, measured, predicted, ends, label)
     time.set_xlabel("time of a step, ms of the cpu clock")
     held = [row["peak_bytes"] / 1e6 for row in rows]

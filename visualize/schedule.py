@@ -52,8 +52,7 @@ NAMES = {
     "dualpipev": "DualPipeV",
 }
 # Inches. The size of every box must be known before its number is written, so the layout is made here, by hand.
-LEFT, RIGHT, TITLE, AXIS, LEGEND = 0.72, 0.46, 0.34, 0.46, 0.32
-PEAK = 0.28  # of each further column of peaks
+LEFT, RIGHT, TITLE, AXIS, LEGEND, PEAK = 0.72, 0.46, 0.34, 0.46, 0.32, 0.28  # PEAK: each further column of peaks
 NARROWEST, WIDEST = 11.0, 24.0
 POINTS = 72
 LONGEST_NAME = 20  # of a file, beside the facts
@@ -366,8 +365,9 @@ class _Sheet:
                 name = label if rank == 0 else None  # once in the legend
                 if number == 0:
                     panel.fill_between(times, levels, floor, step="post", color=GREY, alpha=0.55, lw=0, label=name)
-                wide, name = (1.0, name) if number else (0.7, None)
-                panel.step(times, levels, where="post", color=colour, linewidth=wide, label=name)
+                    panel.step(times, levels, where="post", color=colour, linewidth=0.7)
+                else:
+                    panel.step(times, levels, where="post", color=colour, linewidth=1.0, label=name)
             for rank in shown:
                 self._beside(panel, rank + 0.5, str(timeline.peak_activations[rank]), column=number, colour=colour)
         v = stages_per_rank(first)

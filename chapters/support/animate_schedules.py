@@ -99,7 +99,7 @@ def states_of_chapter_7() -> list[State]:
 def draw_state(axes: Axes, before: State, after: State, share: float, span: float) -> None:
     """Draw the boxes on their way: `share` of the way from one state to the next.
 
-    What a state has of idle time and of activations, and where it ends, is shown while its boxes rest.
+    The idle time, the activations alive and the end of a state are shown while its boxes rest.
     """
     shown = before if share == 0 else after
     gap = span / 600  # between two boxes

@@ -203,7 +203,7 @@ def measure(comm: Communicator, runs: Sequence[Namespace], repeat: int, network:
                 for step in range(RECORDED):
                     trainer.step(step)
             seconds = [_step_seconds(trainer, RECORDED + i) for i in range(repeat)]
-        rows.append(_row(args, np.array(seconds), largest(comm, ledger.peak)))
+        rows.append(row_of(args, np.array(seconds), largest(comm, ledger.peak)))
     return rows
 
 
@@ -216,7 +216,8 @@ def _step_seconds(trainer: Trainer, step: int) -> float:
     return largest(world, world.clock.now()) - start
 
 
-def _row(args: Namespace, seconds: np.ndarray, peak: float) -> dict[str, Any]:
+def row_of(args: Namespace, seconds: np.ndarray, peak: float) -> dict[str, Any]:
+    """Return the row of a layout: its settings, the median and the range of its seconds, and its peak in bytes."""
     settings = ("dp", "tp", "pp", "zero_stage", "sequence_parallel", "microbatches", "recompute")
     row = {setting: getattr(args, setting) for setting in settings}
     row["schedule"] = args.schedule if args.pp > 1 else None

@@ -129,7 +129,7 @@ class MPITransport:
             handle = self._collectives.Irecv(buffer, source, MPI.ANY_TAG)
         return _Request(owner, "receive from", self.ranks[source], array.nbytes, tag, handle)
 
-    def pause(self, attempt: int, waiting_for: Any) -> None:  # a _Request
+    def pause(self, attempt: int, waiting_for: Any) -> None:  # it waits for a _Request
         if attempt < YIELD_TESTS:
             os.sched_yield()
         else:

@@ -151,7 +151,7 @@ class AdamW(Optimizer):
         self.kept = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         hold("optimizer", *self.exp_avg, *self.exp_avg_sq)
         # On a GPU all operations on an element are one kernel.
-        self.rule = adamw if xp.module is np else xp.fuse(adamw)
+        self.arithmetic = adamw if xp.module is np else xp.fuse(adamw)
 
     def value(self, i: int) -> Array:
         """Return what is updated of parameter i: its data."""
@@ -168,8 +168,9 @@ class AdamW(Optimizer):
         step_size = self.lr / (1 - beta1**self.steps)
         root_correction = math.sqrt(1 - beta2**self.steps)
         decay = 1 - self.lr * self.weight_decay if parameter.decays else 1.0
-        arrays = value, self.exp_avg[i], self.exp_avg_sq[i], gradient
-        self.rule(*arrays, beta1, beta2, step_size, root_correction, self.eps, decay)
+        m = self.exp_avg[i]
+        v = self.exp_avg_sq[i]
+        self.arithmetic(value, m, v, gradient, beta1, beta2, step_size, root_correction, self.eps, decay)
 
 
 def adamw(
@@ -184,7 +185,10 @@ def adamw(
     eps: float,
     decay: float,
 ) -> None:
-    """Change a parameter's value and its two moments, in place: each element by itself."""
+    """Change a parameter's value and its two moments, in place: each element by itself.
+
+    step_size is lr / (1 - b1^t), root_correction is sqrt(1 - b2^t), and decay is 1 - lr wd, or 1.
+    """
     m += (1 - beta1) * (gradient - m)
     v *= beta2
     v += (1 - beta2) * (gradient * gradient)

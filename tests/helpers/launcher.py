@@ -110,12 +110,8 @@ def outcome(argv):
     if program.endswith(".py"):
         sys.path.insert(0, os.path.dirname(program))  # as Python does for a script
     out, err, code = io.StringIO(), io.StringIO(), 0
-    with (
-        np.errstate(),
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
+    to_out, to_err = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with np.errstate(), warnings.catch_warnings(), to_out, to_err:
         try:
             (runpy.run_path if program.endswith(".py") else runpy.run_module)(program, run_name="__main__")
         except SystemExit as leaving:

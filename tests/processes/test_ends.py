@@ -88,9 +88,12 @@ else:
 LAST = """
 import minipar.comm.mpi as mpi, time
 from minipar.comm import world
-comm, sleep = world(), time.sleep; sleep(2 * comm.rank)
+comm = world()
+sleep = time.sleep
+sleep(2 * comm.rank)
 def poll(seconds):
-    sleep(0.5), any(mpi.MPI.COMM_WORLD.Iprobe() for _ in range(100))
+    sleep(0.5)
+    for _ in range(100): mpi.MPI.COMM_WORLD.Iprobe()
 if comm.rank == 0: mpi.LEFT_PAUSES, mpi.YIELD_TESTS, time.sleep = 0, 0, poll
 comm.barrier()
 """

@@ -37,7 +37,10 @@ def draw_crossing(lists: Sequence[Sequence[str]], stopped: Sequence[int]) -> Pic
             other = places[1 - rank, name.replace("SEND", "RECV")]
             waits = place == stopped[rank] + 0.5
             ends = (0.72, 1.98) if rank == 0 else (1.98, 0.72)
-            colour = VERMILION if waits else GREY if place > stopped[rank] + 0.5 else INK
+            is_sent = place <= stopped[rank] + 0.5
+            colour = INK if is_sent else GREY
+            if waits:
+                colour = VERMILION
             arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 2.0 if waits else 1.0}
             axes.annotate("", (other, ends[1]), (place, ends[0]), arrowprops=arrow)
     axes.set_yticks([0.35, 2.35], ["rank 0", "rank 1"], fontsize=9)

@@ -15,7 +15,8 @@ SITE = ROOT / "docs" / "site"
 PAGES = [
     *ROOT.glob("*.md"),
     *ROOT.glob("docs/**/*.md"),
-    *(ROOT / "chapters/ten_minutes.md", ROOT / "tests/README.md"),
+    ROOT / "chapters/ten_minutes.md",
+    ROOT / "tests/README.md",
     *ROOT.glob("chapters/[0-9]*.ipynb"),
     *ROOT.glob("chapters/more/*.ipynb"),
     *ROOT.glob("chapters/exercises/*.md"),

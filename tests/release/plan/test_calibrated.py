@@ -38,7 +38,7 @@ def predicted_rows(machine):
     rows = []
     for row, args in zip(RECORD["layouts"], bench.runs_of(sizes, 8), strict=True):
         time, held = bench.predict(args, machine)
-        measured = bench._row(args, np.array([row["seconds"]]), row["peak_bytes"])
+        measured = bench.row_of(args, np.array([row["seconds"]]), row["peak_bytes"])
         rows.append(measured | {"predicted_seconds": time.total, "predicted_bytes": held.total})
     return rows
 
